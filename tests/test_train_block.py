@@ -44,16 +44,20 @@ def denoiser_of(config):
     return Denoiser(config, {name: x * 8 if x.ndim > 1 else x for name, x in params.items()})  # far from uniform
 
 
-def doubled_logits(denoiser, noisy, clean, share=1.0):
+def doubled_logits(denoiser, noisy, clean, share=1.0, in_flight=1):
     """The published form: rows [noisy; clean] under a mask of four parts, every layer written out; of the own block
-    all up to a position, and a share of what is left of it."""
+    all up to a position, and a share of what is left of it. Noisy positions see noisy blocks before theirs in its group
+    of those in flight, and clean ones ahead of that."""
     config, model, length = denoiser.config, bind(denoiser.config, denoiser.params), clean.shape[1]
     block = jnp.tile(jnp.arange(length) // config.block_length, 2)
     is_clean = jnp.arange(2 * length) >= length
     place = jnp.tile(jnp.arange(length) % config.block_length, 2)
     until = place + jnp.round(share * (config.block_length - 1 - place))
-    own = (is_clean[:, None] == is_clean) & (block[:, None] == block) & (place <= until[:, None])
-    mask = own | (is_clean & (block < block[:, None]))  # [queries, keys]; of one's own half, or clean ones before
+    ahead, same = block < block[:, None], is_clean[:, None] == is_clean  # [queries, keys]
+    grouped = block // in_flight == block[:, None] // in_flight
+    own = same & (block[:, None] == block) & (place <= until[:, None])
+    noisy_ahead = ~is_clean[:, None] & ~is_clean & ahead & grouped
+    mask = own | noisy_ahead | (is_clean & ahead & (is_clean[:, None] | ~grouped))
     turn = rope_angles(jnp.tile(jnp.arange(length), 2)[None], Rope(config.head_dim, config.rope_theta))
     x = model.embed_tokens(jnp.concatenate([noisy, clean], axis=1))
     for layer in model.layers:
@@ -70,22 +74,38 @@ def doubled_logits(denoiser, noisy, clean, share=1.0):
     return jnp.roll(logits, 1, axis=1) if config.shift else logits
 
 
-@pytest.mark.parametrize("step", [None, 0, 3], ids=["whole", "causal", "annealed"])
-@pytest.mark.parametrize("config", [SDAR, FAST], ids=["sdar", "fast-dllm-v2"])
-def test_loss_is_that_of_doubled_rows(config, step):
+TWO = SDAR.replace(block_length=2)  # six blocks in a row, which are no whole number of groups of four
+DOUBLED = {
+    "sdar": (SDAR, None, 1),
+    "sdar-causal": (SDAR, 0, 1),
+    "sdar-annealed": (SDAR, 3, 1),
+    "fast-dllm-v2": (FAST, None, 1),
+    "fast-dllm-v2-causal": (FAST, 0, 1),
+    "fast-dllm-v2-annealed": (FAST, 3, 1),
+    "one-in-flight": (TWO, None, 1),
+    "two-in-flight": (TWO, None, 2),
+    "four-in-flight": (TWO, None, 4),
+    "four-in-flight-annealed": (TWO, 3, 4),
+    "fast-dllm-v2-four-in-flight": (FAST.replace(block_length=2), None, 4),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLED)
+def test_loss_is_that_of_doubled_rows(name):
     """And however it is computed: layers as a loop and computed again, logits in chunks and groups."""
+    config, step, in_flight = DOUBLED[name]
     steps = 0 if step is None else 5
-    part = BlockDiffusionPart(complementary=True, loss="bound", high=0.9, anneal_attention=steps)
+    part = BlockDiffusionPart(complementary=True, loss="bound", high=0.9, anneal_attention=steps, in_flight=in_flight)
     denoiser, share = denoiser_of(config), 1.0 if step is None else step / steps
     noised = corrupt_copies(jax.random.key(2), make_batch(), denoiser, part)
     noised = BlockDiffusion(part).at_step(noised, jnp.int32(step or 0))
     assert (noised.ahead is None) == (step is None)
-    assert noised.lengths.tolist() == [T, T, 8]
+    assert noised.lengths.tolist() == [T, T, 8 if config.block_length == L else 6]
 
     def reference(params):
         flat = lambda x: x.reshape(-1, T)
         clean = jnp.repeat(noised.tokens, 2, axis=0)
-        logits = doubled_logits(Denoiser(config, params), flat(noised.inputs), clean, share)
+        logits = doubled_logits(Denoiser(config, params), flat(noised.inputs), clean, share, in_flight)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, clean)
         return jnp.sum(flat(noised.weights) * entropy) / (2 * jnp.sum(noised.targets))
 
@@ -189,8 +209,8 @@ def losses(out):
 
 
 def test_runs_learn_go_on_bit_for_bit_and_split_over_devices(tmp_path, monkeypatch):
-    """With attention that opens until after the step that a run resumes from."""
-    long = {"steps": 12, "objective__anneal_attention": 10}
+    """With attention that opens until after the step that a run resumes from, and two of three blocks in flight."""
+    long = {"steps": 12, "objective__anneal_attention": 10, "objective__in_flight": 2}
     assert run(block_settings(tmp_path / "one", **long)) == 0
     assert run(block_settings(tmp_path / "two", **long, compute__mesh={"data": 2}, objective__chunk=8)) == 0
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), rtol=1e-3)
@@ -233,6 +253,11 @@ MISTAKES = {
     "bounds": ({"objective__low": 0.9, "objective__high": 0.5}, "is above objective.high 0.5"),
     "twins": ({"objective__loss": "bound"}, "set it to 0.999 or less"),
     "cut rows": ({"objective__kind": "pretrain", "data__random_length": 0.1}, 'set objective.fill to "mask"'),
+    "one share": ({"objective__in_flight": 2, "objective__noise": "sequence"}, 'all alike; set it to "block"'),
+    "short rows": (
+        {"objective__in_flight": 4},
+        "exceeds the 3 blocks of 4 in rows of data.length 12",
+    ),
     "length": ({"data__length": 13}, "no whole number of blocks of 4; set it to 16"),
 }
 

@@ -143,6 +143,8 @@ def test_refusals(tmp_path) -> None:
         Joint(JointPart()).fit_model(LLADA, settings_of(tmp_path))
     with refuses("data.length"):
         train.train(settings_of(tmp_path / "run", data__length=13))
+    with refuses("leave out objective.in_flight"):
+        settings_of(tmp_path / "run", objective__in_flight=2)
     with refuses("python -m train joint"):
         config = settings_of(tmp_path / "run")
         OBJECTIVES["masked-diffusion"].of(config).fit_model(MODEL, config)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train_block import FAST, SDAR, L, denoiser_of
+from test_train_block import FAST, SDAR, TWO, L, denoiser_of
 from test_train_run import one_step
 from test_train_text import setup_of
 from train_toys import DREAM, LLADA, Listed, batch_of_rows, dllm_jax_example, run_config, settings
@@ -23,6 +23,7 @@ from train.objectives.autoregressive import Autoregressive, AutoregressivePart
 from train.objectives.block_diffusion import BlockDiffusion, BlockDiffusionConfig, BlockDiffusionPart
 from train.objectives.masked_diffusion import MaskedDiffusion, MaskedDiffusionPart
 from train.settings import build_settings
+from train.setup import read_parts
 
 T = 24
 CAUSAL = LLADA.replace(family="qwen2", attention="causal", shift=True, qkv_bias=True, mask_id=None)
@@ -35,6 +36,7 @@ OBJECTIVES = {
     "sdar": (SDAR, BlockDiffusion(BlockDiffusionPart(low=0.3, loss="bound", noise="sequence"))),
     "fast-dllm-v2": (FAST, BlockDiffusion(BlockDiffusionPart(low=0.3, high=0.9, complementary=True, fill="mask"))),
     "annealed-blocks": (FAST, BlockDiffusion(BlockDiffusionPart(low=0.3, anneal_attention=5))),
+    "in-flight": (TWO, BlockDiffusion(BlockDiffusionPart(low=0.3, complementary=True, in_flight=2))),
 }
 
 
@@ -45,9 +47,9 @@ def examples(count=6, longest=11):
     return [dllm_jax_example(draw(i % 4), draw(2 + (5 * i) % (longest - 4))) for i in range(count)]
 
 
-def packed_rows(config, source, **changes):
-    part = DataPart(length=T, pad=False, pack=True, shuffle=False, **changes)
-    return Rows(Listed(source), part, "sft", config, seed=0)
+def packed_rows(config, source, in_flight=1):
+    part = DataPart(length=T, pad=False, pack=True, shuffle=False)
+    return Rows(Listed(source), part, "sft", config, seed=0, in_flight=in_flight)
 
 
 def apart(noised):
@@ -75,8 +77,9 @@ def test_a_packed_batch_is_its_examples_in_rows_of_their_own(name):
     """The same masks, the same loss and gradient."""
     config, objective = OBJECTIVES[name]
     denoiser = denoiser_of(config)
-    batch = batch_of_rows(packed_rows(config, examples()), 2)
+    batch = batch_of_rows(packed_rows(config, examples(), objective.in_flight), 2)
     assert len(np.unique(np.asarray(batch.documents.first[0]))) > 1
+    assert (np.asarray(batch.documents.first) % ((config.block_length or 1) * objective.in_flight) == 0).all()
     noised = objective.at_step(objective.corrupt(jax.random.key(2), batch, denoiser), jnp.int32(2))
     alone = apart(noised)
     assert len(alone.lengths) == 6 and int(jnp.sum(alone.weights > 0)) == int(jnp.sum(noised.weights > 0)) > 5
@@ -167,6 +170,8 @@ def test_packing(width, align):
 def test_packing_fills_rows_that_can_be_full():
     assert len(Packing(np.array([7, 1, 5, 3, 2, 6]), 8)) == 3
     assert [len(Packing(np.array(sizes), 8)) for sizes in ([], [8], [0, 0], [9])] == [0, 1, 0, 2]
+    groups = Packing(np.array([1, 13, 4, 7, 14]), 14, align=4)  # the last group of a row is not whole
+    assert [[piece.example for piece in groups.row(number)] for number in range(len(groups))] == [[1], [4], [0, 3], [2]]
 
 
 def test_rows_of_several_examples():
@@ -268,3 +273,8 @@ def test_blocks_begin_with_documents(tmp_path):
     config = build_settings(BlockDiffusionConfig, settings(tmp_path / "run", **changes, steps=2))
     assert train.train(config).metrics["loss"] > 0
     assert dataclasses.asdict(config)["data"]["pack"] and L == 4
+    for in_flight in (1, 2):  # and groups of blocks do
+        changed = dataclasses.replace(config, objective=BlockDiffusionPart(kind="pretrain", in_flight=in_flight))
+        rows = read_parts(changed).rows
+        first = np.concatenate([rows(number).documents[0] for number in range(rows.count)])
+        assert (first % (L * in_flight) == 0).all() and first.max() == 16 - L * in_flight

@@ -255,13 +255,19 @@ def routed_states(
     soft: jax.Array | None = None,
     documents: Documents | None = None,
     ahead: jax.Array | None = None,
+    in_flight: int = 1,
 ) -> tuple[jax.Array, Routing | None]:
     """`hidden_states`, and how the positions that are `counted` [B, T] bool were routed, see `Denoiser.routed`; `soft`
-    [B, T, D] is added to the inputs' embeddings."""
+    [B, T, D] is added to the inputs' embeddings. Of so many blocks `in_flight`, counted from position 0, a position
+    sees the inputs of those up to its own, and `before` ahead of them."""
     place = lambda x: x if sharding is None else lax.with_sharding_constraint(x, sharding)
     embedded = denoiser.embed(inputs)
     embedded = embedded if soft is None else embedded + soft.astype(embedded.dtype)
     visible, since = seen_keys(denoiser, visible, documents, ahead, inputs.shape[1])
+    if in_flight > 1 and (block_length := denoiser.block_length):
+        own = jnp.arange(inputs.shape[1], dtype=jnp.int32)
+        visible = denoiser.seen_until(own if since is None else own - since, visible, since)
+        denoiser = denoiser.in_blocks(in_flight * block_length)  # what is seen of the own one is said by `visible`
     # All of them: layers that are a loop take no `outputs`.
     hidden, _, routing = denoiser.forward_with_routing(
         place(embedded), visible, counted, before=before, remat=remat, since=since

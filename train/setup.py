@@ -146,7 +146,8 @@ def read_parts(config: TrainConfig) -> Parts:
         raise DllmError(f"python -m train {config.command} has no loss of rows by themselves; set data.heldout to 0")
     if config.data.random_length and config.objective.kind == "sft":
         raise DllmError('data.random_length is for objective.kind "pretrain"; set it to 0')
-    rows = Rows(source, part, config.objective.kind, model, config.seed, config.optimizer.batch)
+    kind, batch = config.objective.kind, config.optimizer.batch
+    rows = Rows(source, part, kind, model, config.seed, batch, in_flight=objective.in_flight)
     other = _other_source(config, setup, task)
     for table, one in (("data", source), ("watch", other)):
         if one is not None and objective.trajectories and not _has_steps(one):
@@ -190,7 +191,8 @@ def _heldout(config: TrainConfig, source: Source, model: ModelConfig, *, checked
     part = dataclasses.replace(config.data, shuffle=False, random_length=0.0)
     if watch.source:
         part = dataclasses.replace(part, source=watch.source, options=watch.options)
-    return Rows(source, part, config.objective.kind, model, config.seed, rows, checked)
+    in_flight = objective_of(config).in_flight
+    return Rows(source, part, config.objective.kind, model, config.seed, rows, checked, in_flight)
 
 
 def _generation_defaults(config: TrainConfig, model: ModelConfig, task: Any) -> dict[str, Any]:

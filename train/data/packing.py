@@ -29,7 +29,7 @@ class Packing:
         """
         Args:
             lengths: [N], tokens of each example; one that is longer than a row is cut into pieces of `width`.
-            width: positions of a row, a multiple of `align`.
+            width: positions of a row.
             align: every piece begins at a multiple of it.
         """
         lengths = np.asarray(lengths, np.int64)
@@ -37,7 +37,7 @@ class Packing:
         self._examples = np.repeat(np.arange(len(lengths)), counts)
         self._starts = width * (np.arange(len(self._examples)) - np.repeat(np.cumsum(counts) - counts, counts))
         self._ends = np.minimum(self._starts + width, lengths[self._examples])
-        sizes = -(-(self._ends - self._starts) // align) * align
+        sizes = np.minimum(-(-(self._ends - self._starts) // align) * align, width)
         rows, used = np.empty(len(sizes), np.int64), 0
         rest = [list[int]() for _ in range(width + 1)]  # rows by their free positions
         some = 0  # bit s: whether a row has s of them

@@ -47,6 +47,7 @@ class Rows:
         seed: of the order and of random lengths.
         batch: rows that are computed together, which `DataPart.bucket` makes equally wide.
         checked: whether all examples are known to make rows, see `train.data.checks`.
+        in_flight: blocks of the model that documents begin at multiples of in a row, see `train.objectives.base`.
     """
 
     source: Source
@@ -56,6 +57,7 @@ class Rows:
     seed: int
     batch: int = 1
     checked: bool = False
+    in_flight: int = 1
 
     def __call__(self, position: int) -> Row:
         """The row.
@@ -147,8 +149,8 @@ class Rows:
 
     @property
     def _align(self) -> int:
-        """What documents begin at multiples of in a row: a block diffusion model's blocks."""
-        return self.config.block_length or 1
+        """What documents begin at multiples of in a row: a block diffusion model's blocks, or some of them."""
+        return (self.config.block_length or 1) * self.in_flight
 
     @property
     def _canvas(self) -> int:

@@ -81,6 +81,11 @@ class Objective(abc.ABC):
     settings: Any
     router: RouterPart = dataclasses.field(default_factory=RouterPart, kw_only=True)
 
+    @property
+    def in_flight(self) -> int:
+        """Blocks of the model that are learned together; documents begin at multiples of them in a row."""
+        return 1
+
     @classmethod
     def of(cls, config: Any) -> Self:
         """The objective of a run with settings of the class `config`."""

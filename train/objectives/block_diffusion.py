@@ -4,13 +4,17 @@ v2 2509.26328): `python -m train block-diffusion`.
 A row is cut into blocks of L from its first position on. Each position of a noisy copy of the row sees the copy in its
 own block, and the row as it is in the blocks before: as when all blocks before it are decoded.
 
+With m blocks `in_flight` the blocks are taken in groups of m, from the row's first on. A position sees the copy in its
+group's blocks up to its own, and the row as it is before its group: as in the pipeline (`samplers.loops.d2f`) with m
+blocks. Shares of masks are drawn for each block, and a group's are sorted: its later blocks are masked more.
+
     "mean"     loss = mean over masked positions of - log p(token)           (LLaDA2's SFT, Fast-dLLM v2)
     "bound"    loss = sum over masked positions of - log p(token) / p / number of targets      (SDAR)
 
 with p the position's probability of being masked, drawn from [low, high] for each block or each row; the bound on
-- log p(row) per token needs all of (0, 1]. A complementary copy, if there is one, masks just the targets that the first
-leaves, with probability 1 - p. Sums and numbers are of all rows of a batch (of each of the parts that
-`optimizer.accumulate` makes of it). With the "bound" a block of the row's length is LLaDA's objective.
+- log p(row) per token needs all of (0, 1], and one block in flight. A complementary copy, if there is one, masks just
+the targets that the first leaves, with probability 1 - p. Sums and numbers are of all rows of a batch (of each of the
+parts that `optimizer.accumulate` makes of it). With the "bound" a block of the row's length is LLaDA's objective.
 
 The published codes run rows of twice the length, [noisy; clean], under a mask of four parts. Clean positions never see
 noisy ones, so here the row runs first, by itself and once for all its copies, and hands on its keys and values.
@@ -63,7 +67,10 @@ class BlockDiffusionPart:
         noise: draw the probability of being masked for each block, or one for each row.
         low, high: bounds of it.
         loss: "mean" over masked positions, or the "bound" on the likelihood, in which each counts 1 / p times.
-        complementary: learn from a second copy of each row, which masks just what the first does not.
+        in_flight: m, blocks of a group, of which each sees the noise of those before it; 1 is final tokens before each
+            block. For the sampler `d2f`, whose own `in_flight` should not be larger.
+        complementary: learn from a second copy of each row, which masks just what the first does not. With several
+            blocks in flight its shares fall from block to block, as no pipeline has them.
         wrong: share of the targets left unmasked that become random tokens and are learned too, each counting once:
             for samplers that edit (LLaDA2.1).
         confidence: how often the mean entropy of right predictions is added to the loss (CAP's and dParallel's beta,
@@ -82,6 +89,7 @@ class BlockDiffusionPart:
     low: float = setting(1e-3, at_least=1e-6, at_most=1)
     high: float = setting(1.0, at_least=1e-6, at_most=1)
     loss: BlockLoss = "mean"
+    in_flight: int = setting(1, at_least=1)
     complementary: bool = False
     wrong: float = setting(0.0, at_least=0, at_most=1)
     confidence: float = setting(0.0, at_least=0)
@@ -101,6 +109,11 @@ class BlockDiffusionPart:
             raise DllmError(
                 f'with objective.complementary and loss "bound" the second copy counts 1 / (1 - p) times, and '
                 f"objective.high {self.high:g} lets p come to 1; set it to 0.999 or less"
+            )
+        if self.in_flight > 1 and self.noise == "sequence":
+            raise DllmError(
+                f"objective.in_flight {self.in_flight} masks later blocks more than earlier ones, and objective.noise "
+                '"sequence" all alike; set it to "block"'
             )
 
 
@@ -176,7 +189,10 @@ def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: B
     in_blocks = settings.noise == "block"
     shares = length // denoiser.block_length if in_blocks else 1 if batch.documents is None else length
     share_key, mask_key, wrong_key = jax.random.split(key, 3)
-    share = settings.low + (settings.high - settings.low) * position_draws(share_key, rows, shares)
+    draws = position_draws(share_key, rows, shares)
+    if settings.in_flight > 1:
+        draws = rising_in_groups(draws, targets.reshape(rows, shares, -1).any(axis=-1), settings.in_flight)
+    share = settings.low + (settings.high - settings.low) * draws
     share = jnp.repeat(share, length // shares, axis=1).reshape(tokens.shape)
     if batch.documents is not None and not in_blocks:
         share = jnp.take_along_axis(share, batch.documents.first[..., None, :], axis=-1)
@@ -197,6 +213,21 @@ def corrupt_copies(key: jax.Array, batch: Batch, denoiser: Denoiser, settings: B
     return NoisyCopies(inputs, batch.tokens, weights, batch.targets, batch.lengths, batch.documents)
 
 
+def rising_in_groups(draws: jax.Array, learned: jax.Array, size: int) -> jax.Array:
+    """Draws in [0, 1), of which those of a group's learned blocks are sorted: [R, N] -> [R, N].
+
+    Args:
+        learned: [R, N] bool, blocks with targets. What others get means nothing: a prompt's take no draw away.
+        size: blocks of a group; the last may be smaller.
+    """
+    count = draws.shape[1]
+    fold = lambda x: jnp.pad(x, ((0, 0), (0, -count % size))).reshape(len(x), -1, size)
+    draws, learned = fold(draws), fold(learned)
+    ordered = jnp.sort(jnp.where(learned, draws, 1.0), axis=-1)
+    place = jnp.maximum(jnp.cumsum(learned, axis=-1) - 1, 0)
+    return jnp.take_along_axis(ordered, place, axis=-1).reshape(len(draws), -1)[:, :count]
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockDiffusion(Objective):
     """The objective with its settings."""
@@ -206,6 +237,10 @@ class BlockDiffusion(Objective):
     routes = packs = True
 
     settings: BlockDiffusionPart
+
+    @property
+    def in_flight(self) -> int:
+        return self.settings.in_flight
 
     def fit_model(self, model: ModelConfig, config: BlockDiffusionConfig) -> ModelConfig:
         """The model in the blocks that it is trained in: a model of full attention becomes one of block diffusion if
@@ -228,6 +263,11 @@ class BlockDiffusion(Objective):
                 "or train all weights"
             )
         check_whole_blocks(config.data, length)
+        if self.in_flight > (most := config.data.length // length):
+            raise DllmError(
+                f"objective.in_flight {self.in_flight} exceeds the {most} blocks of {length} in rows of data.length "
+                f"{config.data.length}; set it to {most} or less"
+            )
         return model.replace(attention="block", block_length=length)
 
     def passes(self, trained: Trainable) -> Passes:
@@ -273,6 +313,7 @@ class BlockDiffusion(Objective):
             sharding=sharding,
             documents=jax.tree.map(each, noised.documents),
             ahead=jax.tree.map(each, noised.ahead),
+            in_flight=self.in_flight,
         )
         tokens, weights = each(noised.tokens)[:, first:], flat(noised.weights)[:, first:]
         sum_up = functools.partial(head_sums, chunk=self.settings.chunk, groups=groups, sharding=sharding)

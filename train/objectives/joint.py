@@ -59,6 +59,11 @@ class JointPart(BlockDiffusionPart):
     next_token: float = setting(1.0, at_least=0)
     draft_adapter: bool = False
 
+    def __post_init__(self) -> None:
+        if self.in_flight > 1:
+            raise DllmError("a model that is read causally drafts one block at a time; leave out objective.in_flight")
+        super().__post_init__()
+
 
 @dataclasses.dataclass(frozen=True)
 class JointConfig(TrainConfig):

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from dllm_jax.kernels.attention import cudnn, reference, tokamax, tpu
-from dllm_jax.kernels.attention.xla import blocks_in_parts, in_parts
+from dllm_jax.kernels.attention.xla import blocks_in_parts, fill, in_parts
 from dllm_jax.kernels.dispatch import Kernel, Name, Operation, asked_for, choose
 from dllm_jax.models.kv_cache import LayerKV
 from dllm_jax.parallel.layout import LayoutLike, LogicalAxes
@@ -81,13 +81,16 @@ def attention_in_blocks(
         query: [B, T, N, H] of all positions, float32 or bfloat16.
         own, before: of the same positions, [B, T, K, H] each, K dividing N.
         visible: [B, T or 1] int32, at most the end of a query's block.
-        block_length: L, dividing T; block c is [c L, (c + 1) L).
+        block_length: L; block c is [c L, (c + 1) L), of which the last may be shorter.
         since: [B, T or 1] int32, at most the start of a query's block.
         layout, implementation: as of `attention`.
     """
     operands = (query, *own, *before, visible) + (() if since is None else (since,))
     axes = (QUERY, KEYS, KEYS, KEYS, KEYS, ROWS, ROWS)[: len(operands)]
-    return _on_platforms(IN_BLOCKS, operands, axes, layout, implementation, block_length)
+    run = lambda *operands: _on_platforms(IN_BLOCKS, operands, axes, layout, implementation, block_length)
+    if (length := query.shape[1]) % block_length == 0:
+        return run(*operands)
+    return run(*(x if x.shape[1] == 1 else fill(x, block_length) for x in operands))[:, :length]
 
 
 def _on_platforms(
