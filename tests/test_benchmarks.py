@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,15 @@ CONFIG = LLADA.replace(  # shifted, the more general case
     bos_id=152,
     end_ids=(150,),
 )
+
+
+def test_the_page_names_results_that_exist():
+    rows = [row for row in (ROOT / "benchmarks/README.md").read_text().splitlines() if row.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`([\w/][\w/.*-]*)`", row.split("|")[-2])]
+    assert len(names) > 15
+    for name in names:
+        folder = "." if name.startswith("evals/") else "benchmarks" if "/" in name else "benchmarks/results"
+        assert list((ROOT / folder).glob(name)), name
 
 
 @pytest.fixture(scope="module")

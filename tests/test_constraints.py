@@ -498,6 +498,7 @@ def test_requests_bring_their_own_form(llada, buckets: bool) -> None:
     compiles a program."""
     options = {"gen_length": 24, "block_length": 8, "cache": "prefix"}
     room = {"slots": 2, "prompt_length": 64, "constraint_states": 128}
+    room["top_logprobs"] = 0 if buckets else 2
     engine = Engine(llada, "threshold:threshold=0.3", draws=not buckets, buckets=buckets, **room, **options)
     engine.compile()
     wait_until(lambda: not engine.compiling)
@@ -506,13 +507,14 @@ def test_requests_bring_their_own_form(llada, buckets: bool) -> None:
         {"regex": "[0-9]{2,9}=[0-9]+"},
         {},
         {"regex": "(yes|no)!"} | ({} if buckets else {"temperature": 0.9}),
-        {},
+        {} if buckets else {"top_logprobs": 2},
     ]
     requests = [engine.submit(engine.request(f"Q: number {i}?", seed=i, **own)) for i, own in enumerate(asked)]
     assert all(list(engine.results()))
     if not buckets:
         assert run_steps_jit._cache_size() == programs
     for number, (request, own) in enumerate(zip(requests, asked, strict=True)):
+        assert (request.top is not None) == bool(own.pop("top_logprobs", 0))
         sampler = make_sampler(llada, "threshold:threshold=0.3", **options, **own)
         (alone,) = generate(llada, [f"Q: number {number}?"], sampler=sampler, seed=number)
         assert request.generation.tokens == alone.tokens and request.generation.nfe == alone.nfe

@@ -372,6 +372,21 @@ def test_a_pipe_is_read_as_it_comes(run, monkeypatch, llada_tiny, own, problem):
     assert f"error: line 3: {problem}; the first line of a pipe decides" in err
 
 
+def test_the_advice_on_a_line_is_what_helps(llada_tiny):
+    """Room that is there already is not what an option lacks, wherever the lines come from."""
+    flag, pipe = "pass it as a flag, for all lines", "the first line of a pipe decides"
+    for needs, options, advice in [
+        (Needs(None, False), {"temperature": 1}, pipe),
+        (Needs(3, False), {"temperature": 1}, flag),
+        (Needs(None, True), {"block_length": 4}, flag),
+        (Needs(None, False), {"gen_length": 99}, "ask for less"),
+    ]:
+        requests = LineRequests(llada_tiny, needs, sampler="threshold", **SHAPE)
+        own = options if "gen_length" in options else {"options": options}
+        with refuses(*options, advice):
+            requests.request(Line(0, 1, b""), {"prompt": "a", **own})
+
+
 def test_every_key_of_an_answer_is_refused_in_a_line():
     answer = samplers.Generation("a", [65], 1, 1, 1, 0, [0], [65], [-0.5])
     assert {*answer_json(answer), *speed_json(answer, 1.0, 1.0)} <= set(WRITTEN)

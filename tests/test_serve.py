@@ -35,6 +35,7 @@ from dllm_jax.text.tokenizer import encode_chat, load_tokenizer, without_special
 from samplers import Engine, decide, generate, infill, make_sampler, sample_jit
 from samplers.cli import sample as cli
 from samplers.generation import answer
+from samplers.serving import cli as cli_of_server
 from samplers.serving import engine_thread, middleware, page, scheduler, server
 from samplers.serving.cli import LogRate
 from samplers.serving.connections import SPARE_FILES, Connections, connection_limit
@@ -302,6 +303,13 @@ def test_stop_strings_and_max_tokens_end_an_answer(served, alone):
     assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 3)
     chat = served.client.chat.completions.create(model="tiny", messages=_user("a"), max_completion_tokens=2)
     assert chat.usage.completion_tokens <= 2
+
+
+def test_why_an_answer_ended_needs_its_text_once(served, monkeypatch):
+    calls, real = [], scheduler.text_of
+    monkeypatch.setattr(scheduler, "text_of", lambda *about: calls.append(about) or real(*about))
+    assert _ask(served.url, stop=["é"]).status_code == 200 and len(calls) == 1
+    assert _ask(served.url).status_code == 200 and len(calls) == 1, "without stop strings nothing was cut off"
 
 
 def test_more_tokens_than_there_are_mean_all_of_them(served, start, alone):
@@ -1134,16 +1142,79 @@ def test_a_header_that_does_not_come_is_waited_for_so_long(start):
             assert first.startswith(b"HTTP/1.1 200") and _read_all(again)[0] == 408
 
 
+def _ask_health(client):
+    """Asks over a connection, and reads the answer."""
+    client.sendall(HALF_HEADER)
+    client.sendall(b"\r\n")
+    answer = b""
+    while b"}" not in answer:
+        answer += client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
 def test_a_connection_stays_open_between_requests_longer_than_a_header_may_take(start):
     with start(connections=Connections(64, request_seconds=0.2)) as found, _connect(found.url) as client:
         for _ in range(2):
             time.sleep(0.6)
-            client.sendall(HALF_HEADER)
-            client.sendall(b"\r\n")
-            answer = b""
-            while b"}" not in answer:
-                answer += client.recv(65536)
-            assert answer.startswith(b"HTTP/1.1 200")
+            _ask_health(client)
+
+
+def test_a_connection_after_an_answer_is_closed_by_one_timer(start):
+    """That of `Connections`: uvicorn's own would close it after 5 s whatever that says."""
+    with start(connections=Connections(64, keep_seconds=1.0)) as found, _connect(found.url) as client:
+        _ask_health(client)
+        assert client.recv(1) == b""
+    with start(connections=Connections(64)) as found, _connect(found.url) as client:
+        _ask_health(client)
+
+        async def timers():  # in the loop, so after all that an answer's end does
+            return [own.timeout_keep_alive_task for own in found.server.server_state.connections]
+
+        assert asyncio.run_coroutine_threadsafe(timers(), found.loop).result(60) == [None]
+
+
+class Recorder(Connections):
+    """Connections whose transports keep what they send, piece by piece."""
+
+    def __init__(self):
+        super().__init__(64)
+        self.pieces = []
+
+    def __call__(self, **options):
+        made = super().__call__(**options)
+        made.connection_made, real = (lambda transport: real(_Recording(transport, self.pieces))), made.connection_made
+        return made
+
+
+class _Recording:
+    def __init__(self, transport, pieces):
+        self._transport, self._pieces = transport, pieces
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def write(self, data):
+        self._pieces.append(bytes(data))
+        self._transport.write(data)
+
+
+def test_what_belongs_together_is_sent_in_one_piece(start):
+    """A server that is killed has sent all of a short answer or nothing, and a [DONE] with the end of its answer."""
+    with start(connections=(sent := Recorder())) as found:
+        for ask in (lambda: _ask(found.url), lambda: httpx.get(found.url + "/health"), lambda: _ask(found.url, 1)):
+            sent.pieces.clear()
+            answer = ask()
+            (piece,) = sent.pieces
+            assert piece.startswith(b"HTTP/1.1 ") and piece.endswith(answer.content) and answer.content
+        sent.pieces.clear()
+        assert _ask(found.url, stream=True).status_code == 200
+        assert sent.pieces[0].startswith(b"HTTP/1.1 200") and len(sent.pieces) > 2
+        assert not any(b"[DONE]" in piece for piece in sent.pieces[:-1])
+        assert b"[DONE]" in sent.pieces[-1] and sent.pieces[-1].endswith(b"\r\n0\r\n\r\n")
+        sent.pieces.clear()
+        with _connect(found.url) as client:
+            client.sendall(b"not http\r\n\r\n")
+            assert _read_all(client)[0] == 400 and len(sent.pieces) == 1
 
 
 def test_a_client_that_does_not_read_is_closed(start):
@@ -1283,13 +1354,18 @@ def test_the_command_serves_and_ends_at_an_interrupt(llada_tiny):
 
 
 def test_mistakes_of_the_command_are_one_sentence(llada_tiny, capsys, monkeypatch, tmp_path):
+    """Before the weights are read."""
+    monkeypatch.setattr(dllm_jax, "load", lambda *about, **options: pytest.fail("too late"))
     folder = ["--model", str(llada_tiny.folder)]
     (tmp_path / "key").write_text("")
     taken = server.bind_socket("127.0.0.1", 0)
     taken.listen()
     for said, words in [
         ([], "--model"),
-        ([*folder, "--slots", "0"], "slots"),
+        ([*folder, "--slots", "0", "--port", "0"], "slots"),
+        ([*folder, "--sampler", "d2f", "--top-logprobs", "3", "--port", "0"], "top_logprobs"),
+        ([*folder, "--sampler", "leftright", "--constraint-states", "32", "--port", "0"], "constraint_states"),
+        ([*folder, "--prefix-cache", "8", "--port", "0"], "prefix_cache"),
         ([*folder, "--port", "99999"], "port"),
         ([*folder, "--port", str(taken.getsockname()[1])], "cannot listen"),
         ([*folder, "--host", "nowhere.invalid"], "cannot listen"),
@@ -1307,6 +1383,25 @@ def test_mistakes_of_the_command_are_one_sentence(llada_tiny, capsys, monkeypatc
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert cli.main(["serve", *folder]) == 2
     assert "pip install 'dllm_jax[serve]'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_write_special_tokens_as_text_is_refused_first(model, llada_tiny, capsys, monkeypatch):
+    """Before the weights are read, and before a program is compiled."""
+
+    def refuse(tokenizer):
+        raise DllmError("the tokenizer cannot")
+
+    def never(*about, **options):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(cli_of_server, "without_special_tokens", refuse)
+    monkeypatch.setattr(dllm_jax, "load", never)
+    assert cli.main(["serve", "--model", str(llada_tiny.folder), "--port", "0"]) == 2
+    assert capsys.readouterr().err == "error: the tokenizer cannot\n"
+    monkeypatch.setattr(scheduler, "without_special_tokens", refuse)
+    monkeypatch.setattr(Engine, "compile", never)
+    with server.bind_socket("127.0.0.1", 0) as at, pytest.raises(DllmError, match="cannot"):
+        asyncio.run(server.serve(Engine(model, "threshold", prompt_length=64, **SHAPE), at, NONE))
 
 
 def test_a_deadline_of_none_is_no_deadline(llada_tiny, monkeypatch):
@@ -1394,6 +1489,7 @@ def test_answers_have_the_form_that_is_asked_for(start):
     """response_format as OpenAI's, regex beside it; each body that cannot be kept is one sentence."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    number = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     with start(room={"constraint_states": 320, "draws": False}, slots=2) as found:
         client = _client(found.url)
         chat = lambda **options: client.chat.completions.create(
@@ -1410,6 +1506,7 @@ def test_answers_have_the_form_that_is_asked_for(start):
             ("canvas", {"prompt": PROMPT, "regex": "x?[0-9]{2}"}, "x?[0-9]{2}"),
             ("canvas", {"messages": _user("Hi"), "response_format": named}, r'{ ?"a" ?: ?[12] ?}'),
             ("infill", {"template": "It is<gap:4>.", "regex": " [0-9]{3}."}, r"It is [0-9]{3}\."),
+            ("infill", {"template": "It is <gap:3>", "response_format": number}, r"It is -?[0-9]+"),
             ("infill", {"template": "<gap:3> to<gap:2>", "regex": ["[a-c]+", None]}, "(?s)[a-c]{3} to.*"),
         ]:
             answer = httpx.post(f"{found.url}/v1/{path}", json={**body, "seed": 1}, timeout=120)
@@ -1420,6 +1517,7 @@ def test_answers_have_the_form_that_is_asked_for(start):
             ("canvas", {"prompt": PROMPT, "regex": "a", "stop": "b"}, "stop"),
             ("infill", {"template": "It is<gap:4>.", "regex": "[0-9]{3}."}, "given"),
             ("infill", {"template": "It is<gap:4>.", "regex": ["a+", "b+"]}, "number of gaps 1"),
+            ("infill", {"template": "It is<gap:4>.", "regex": "a+", "response_format": number}, "give one"),
         ]:
             answer = httpx.post(f"{found.url}/v1/{path}", json=body, timeout=60)
             assert answer.status_code == 400 and word in answer.json()["error"]["message"], answer.text

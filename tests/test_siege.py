@@ -29,8 +29,6 @@ from conftest import free_ports, wait_until
 
 from convert import embedded
 
-pytestmark = pytest.mark.processes
-
 SECONDS = float(os.environ.get("DLLM_JAX_SIEGE_SECONDS", 600))
 ANSWERS = math.ceil(10_000 * SECONDS / 600)
 CLIENTS, SLOTS, QUEUE, MOST_BODY = 24, 8, 8, 20_000
@@ -177,6 +175,13 @@ def stream_summary(body):
             own["text"] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
             own |= {name: choice[name] for name in ("index", "finish_reason", "logprobs") if choice[name] is not None}
     return {**found[-1], "choices": [{**choices[i], "index": i} for i in sorted(choices)]}
+
+
+def text_so_far(body):
+    """The text of a stream that was cut, perhaps in the middle of an event."""
+    *events, _ = body.decode(errors="ignore").split("\n\n")
+    choices = [choice for event in events for choice in json.loads(event.removeprefix("data: "))["choices"]]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
 
 
 def canvas_summary(body):
@@ -554,6 +559,7 @@ async def besiege(process, port):
     }
 
 
+@pytest.mark.processes
 def test_a_siege_of_ten_minutes(folder, tmp_path):
     """Whole answers are those of the request alone, streamed or not, nothing hangs, nothing is left behind."""
     limits = ["--constraint-states", "320", "--queue", str(QUEUE), "--max-body", str(MOST_BODY)]
@@ -621,6 +627,8 @@ class Load:
             except Cut as cut:
                 assert stream and cut.status == 200, cut  # nginx has an answer for whatever has not begun
                 assert b"[DONE]" not in cut.body
+                (choice,) = self.alone[at]["choices"]
+                assert choice["text"].startswith(text_so_far(cut.body)), (cut, choice)
                 self.cut.append(cut)
                 continue
             assert status == 200, body
@@ -650,6 +658,7 @@ async def kill_and_drain(ports, servers, restart):
                 await load.more(100)
                 await asyncio.to_thread(restart, 1)
                 await settle(ports[1], done)
+            await asyncio.sleep(3.0)  # until fail_timeout is over, as the page asks
             cut = len(load.cut)
             servers[2].terminate()
             assert await asyncio.to_thread(servers[2].wait, 120) == 0

@@ -32,7 +32,7 @@ from samplers import sampler as sampling
 from samplers.engine import runner as runners
 from samplers.engine import slots
 from samplers.engine.engine import Stats
-from samplers.engine.program import numbers_of, run_steps_buffered, with_numbers
+from samplers.engine.program import numbers_of, run_steps_buffered, run_steps_jit, with_numbers
 from samplers.engine.runner import Runner
 from samplers.engine.slots import Size, Slots, sizes_up_to
 from samplers.generate import generate
@@ -564,8 +564,11 @@ def test_the_most_probable_tokens_of_each_position(llada, spec: str) -> None:
     options = {key: value for key, value in OPTIONS.items() if f"{key}=" not in spec}
     engine = Engine(llada, spec, slots=2, prompt_length=WIDTH, draws=True, top_logprobs=6, **options)
     asked = [{}, {"top_logprobs": 3}, {"top_logprobs": 6, "temperature": 0.9}, {"top_logprobs": 6} | BIAS, {}]
+    engine.compile()
+    programs = run_steps_jit._cache_size()
     requests = [engine.submit(engine.request(ROWS[i % 4], seed=i, **own)) for i, own in enumerate(asked)]
     list(engine.results())
+    assert run_steps_jit._cache_size() == programs, "a request stalls the others while it compiles"
     for request, own in zip(requests, asked, strict=True):
         assert_alone(engine, request)
         if not own:

@@ -38,7 +38,7 @@ from samplers.cli.report import (
 )
 from samplers.config.sampler_config import SamplerConfig, configure
 from samplers.engine.engine import Engine
-from samplers.engine.requests import Request
+from samplers.engine.requests import EngineLimit, Request
 from samplers.engine.runner import Runner
 from samplers.text.prompt_files import LINE_OPTIONS, Line, Needs, PromptFile, prompt_of
 
@@ -348,8 +348,8 @@ class LineRequests:
         room: dict[str, Any] = {"draws": needs.draws, "constraint_states": self.constraint_states}
         try:
             self._engine = Engine(model, config, slots=1, prompt_length=longest, **room)
-        except DllmError as error:
-            raise DllmError(str(error).replace("constraint_states", "regex and json_schema of lines")) from None
+        except EngineLimit as error:
+            raise DllmError(f"{error.problem}; leave out regex and json_schema of lines") from None
         self.sampler: Any = self._engine.sampler
         self._chat: dict[str, Any] = {"chat": chat, "system": system}
         self._key = jax.random.key(seed)
@@ -370,8 +370,10 @@ class LineRequests:
         key = None if "seed" in options else jax.random.fold_in(self._key, line.row)
         try:
             request = self._engine.request(prompt, key=key, **self._chat, **options, **numbers)
-        except DllmError as error:
-            raise DllmError(self._for_lines(str(error))) from None
+        except EngineLimit as error:
+            pipe = "the first line of a pipe decides: set it there too, or name a file"
+            decides = error.room and not self._regular
+            raise DllmError(f"{error.problem}; {pipe if decides else 'pass it as a flag, for all lines'}") from None
         request.number = line.number
         return request
 
@@ -386,15 +388,6 @@ class LineRequests:
             if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30:
                 raise DllmError(f"{name} is {value!r}; options of a line are numbers, others are flags for all lines")
         return options
-
-    def _for_lines(self, sentence: str) -> str:
-        """An engine's error in the words of files of prompts."""
-        problem, found, _ = sentence.partition("; build ")
-        if not found:
-            return sentence.replace("exceeds the engine's", "exceeds --gen-length").replace(", or build another", "")
-        if self._regular or not ("would make" in problem or "need room" in problem):
-            return f"{problem}; pass it as a flag, for all lines"
-        return f"{problem}; the first line of a pipe decides: set it there too, or name a file"
 
 
 def _count(lines: int) -> str:

@@ -29,7 +29,7 @@ from samplers.config.sampler_config import SamplerConfig, configure, make_sample
 from samplers.constraints.constraint import Constraint
 from samplers.engine.prefill import USUAL_BYTES, USUAL_CHUNK, Prefill, PrefixStore, Reading, supports_prefill
 from samplers.engine.program import Progress, number_names, numbers_of, structure_of
-from samplers.engine.requests import Request, Update
+from samplers.engine.requests import EngineLimit, Request, Update
 from samplers.engine.slots import MOST_BIASES, Size, Slots, with_draws
 from samplers.inputs import check_given, given_tokens
 from samplers.rules import Rule
@@ -78,19 +78,15 @@ class Stats:
 class Engine:
     """A model and a sampler that answer any number of requests, a fixed number at a time.
 
-    One program is compiled for the admission of requests and steps, one more with `draws` and one more with
-    `constraint_states`; no request compiles another, but the first with `top_logprobs`. With `buckets` there are
-    several sizes of each, compiled while larger ones run. Only `request` may be called by several threads at once.
+    One program is compiled for the admission of requests and steps, one more with `draws`, one more with
+    `constraint_states`, and one more with `top_logprobs`, or two with both; no request compiles another. With `buckets`
+    there are several sizes of each, compiled while larger ones run. Only `request` may be called by several threads at
+    once.
 
     Attributes:
         model, sampler: what runs.
         config: the sampler before it was built, if it was by a name; else None.
-        slots: B, requests that run together.
-        prompt_length: P, the longest prompt; each slot reserves this many positions.
-        draws: whether single requests may set temperature, top_p, top_k and logit_bias.
-        buckets: whether the number of rows follows the requests.
-        top_logprobs: most probable tokens of each position that requests may ask for.
-        constraint_states: of the largest automaton that a request may bring.
+        slots, prompt_length, draws, buckets, top_logprobs, constraint_states: as it was built.
         prefixes: the kept prefixes, None where prompts are not read before their first step.
         rows: slots of the program that runs, which are all of them without `buckets`.
         stop, ignore_eos: the sampler's, if the engine was built by a name; else none.
@@ -132,8 +128,8 @@ class Engine:
                 0 lets none. A further program is compiled, which runs while a request has one, and each slot takes some
                 4 bytes per token of the vocabulary and 2 per state and state.
             top_logprobs: K, the most probable tokens of each position that single requests may ask for, at most
-                `MOST_TOP`; 0 lets none. A further program is compiled when the first one does, which runs while one
-                does, and each slot takes 8 K bytes per position.
+                `MOST_TOP`; 0 lets none. A further program is compiled, two with `constraint_states`, which runs while a
+                request asks, and each slot takes 8 K bytes per position.
 
         Raises:
             DllmError: for bad numbers and options; before anything is compiled.
@@ -220,7 +216,7 @@ class Engine:
         check_length("gen_length", gen_length, optional=True)
         most = self.sampler.gen_length
         if gen_length is not None and gen_length > most:
-            raise DllmError(f"gen_length {gen_length} exceeds the engine's {most}; ask for less, or build another")
+            raise DllmError(f"gen_length {gen_length} exceeds the sampler's {most}; ask for less")
         check_stop(stop, self.model.config)
         own = row_keys(jax.random.key(seed), 1)[0] if key is None else key
         made = Request(
@@ -248,7 +244,8 @@ class Engine:
         if all(value is None for value in form.values()):
             return None
         if self._slots.any_form is None:
-            raise DllmError("regex and json_schema of a request need room; build the engine with constraint_states=512")
+            problem = "regex and json_schema of a request need room"
+            raise EngineLimit(problem, "build the engine with constraint_states=512", room=True)
         suppress = None if self.config is None else self.config.options.get("suppress")
         found = build_constraint(self.model, form, suppress=suppress, stop=[*stop, *self.stop])
         (states, classes), room = found.used, self._slots.any_form.sizes
@@ -281,7 +278,7 @@ class Engine:
             raise DllmError(f"options {', '.join(sorted(options))} need an engine that was built by a sampler's name")
         refuse_unknown(f"sampler {self.config.label}", options, self.config.owners)
         if fixed := sorted(_FIXED & set(options)):
-            raise DllmError(f"{fixed[0]} cannot be chosen by request; build another engine")
+            raise EngineLimit(f"{fixed[0]} cannot be chosen by request", "build another engine")
         changed = self.config.with_options(**options)
         # Compiling stop strings would take longer than all else, and they are no numbers.
         found: Any = changed.without("stop").build(self.model)
@@ -290,7 +287,8 @@ class Engine:
         if structure_of(found) != structure_of(self.sampler):
             names = ", ".join(sorted(options))
             room = "" if self.draws else ", or draws=True for temperature, top_p and top_k"
-            raise DllmError(f"{names} would make another program; build an engine with it{room}")
+            remedy = f"build an engine with it{room}"
+            raise EngineLimit(f"{names} would make another program", remedy, room=not self.draws)
         return numbers_of(found)
 
     @property

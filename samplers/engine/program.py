@@ -144,9 +144,12 @@ def for_rows(sampler: Any, rows: SlotRows) -> Any:
     return found if rows.constraint is None else dataclasses.replace(found, constraint=rows.constraint)
 
 
-def begin(sampler: Any, denoiser: DenoiserLike, rows: SlotRows) -> Any:
-    """The state of slots that are all free."""
+def begin(sampler: Any, denoiser: DenoiserLike, rows: SlotRows, top: int) -> Any:
+    """The state of slots that are all free, with room for so many of the most probable tokens."""
     state = _init(sampler, denoiser, rows)
+    if top:
+        shape = *state.canvas.decoded_at.shape, top
+        state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
     return _end(state, jnp.ones_like(state.canvas.done))
 
 
@@ -257,7 +260,7 @@ def _with_room(new: Any, state: Any) -> Any:
 
 
 # The parameters are kept as inputs so that the first state lies on their devices: else `run_steps` is compiled twice.
-begin_jit = jax.jit(begin, keep_unused=True)
+begin_jit = jax.jit(begin, static_argnums=3, keep_unused=True)
 run_steps_jit = jax.jit(run_steps, donate_argnums=2)
 run_steps_buffered = jax.jit(run_steps, donate_argnums=2, compiler_options=dict(COMMAND_BUFFERS))
 

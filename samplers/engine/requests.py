@@ -18,6 +18,19 @@ from samplers.inputs import is_given
 from samplers.sampler import Result
 
 
+class EngineLimit(DllmError):
+    """What an engine cannot do that another could.
+
+    Attributes:
+        problem: the sentence without its remedy, for callers who know another.
+        room: whether an engine with `draws` or `constraint_states` may be all that is missing.
+    """
+
+    def __init__(self, problem: str, remedy: str, *, room: bool = False) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.room = problem, room
+
+
 @dataclasses.dataclass(eq=False)
 class Request:
     """A prompt to answer, and its answer once it has ended.

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import Model
@@ -36,7 +35,7 @@ from samplers.engine.program import (
     run_steps_jit,
     run_steps_on,
 )
-from samplers.engine.requests import Request
+from samplers.engine.requests import EngineLimit, Request
 from samplers.inputs import check_kept, open_id
 from samplers.loops.block import BlockSampler
 
@@ -93,15 +92,23 @@ def room_for_forms(sampler: Any, vocab_size: int, states: int) -> Constraint | N
         return None
     if not hasattr(sampler, "constraint") or sampler.constraint is not None:
         why = "has a form of its own" if hasattr(sampler, "constraint") else "keeps no form"
-        raise DllmError(f"a {type(sampler).__name__} {why}, so requests bring none; leave out constraint_states")
+        raise EngineLimit(f"a {type(sampler).__name__} {why}, so requests bring none", "leave out constraint_states")
     found = any_form(vocab_size, -(-states // 32) * 32, states)
     dataclasses.replace(sampler, constraint=found)  # which its parts may refuse
     return found
 
 
+class Kind(NamedTuple):
+    """Which program of a size runs: what its rows may do. Whoever has a form or wants the most probable tokens may also
+    draw, so there are no programs for these alone."""
+
+    draws: bool
+    forms: bool
+    top: bool
+
+
 class Slots:
-    """Rows that one compiled program of each size runs; with `draws` another one while a request draws or changes
-    logits, and with room for constraints another one while a request has one.
+    """Rows that a compiled program of each size and kind runs, that of the kind that the running requests need.
 
     Attributes:
         sampler: what runs; with `draws`, with numbers for temperature, top_p and top_k.
@@ -137,6 +144,8 @@ class Slots:
         if top and (not isinstance(sampler, BlockSampler) or sampler.looks_ahead):
             raise DllmError(f"{title(sampler)} keeps no alternatives to tokens; leave out top_logprobs")
         self.top, self._wants_top = top, np.zeros(count, bool)
+        every = itertools.product((draws,), {self.any_form is not None, False}, {top > 0, False})
+        self._kinds = sorted({*itertools.starmap(Kind, every), Kind(False, False, False)}, reverse=True)
         self._forms: Constraint | None = None  # those of the rows, on the device; None when others were written
         layout = getattr(model.denoiser, "layout", None)
         if layout is not None:
@@ -227,10 +236,7 @@ class Slots:
     def _compile(self, size: Size) -> Any:
         """Compiles the programs of a size by a run that does nothing; the state after it."""
         rows = self._rows_of(self._empty_rows(), size)
-        state = begin_jit(self.sampler, self._model.denoiser, self._place(rows))
-        if self.top:
-            shape = size.rows, self.sampler.gen_length, self.top
-            state = dataclasses.replace(state, top=(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
+        state = begin_jit(self.sampler, self._model.denoiser, self._place(rows), self.top)
         rows = dataclasses.replace(rows, constraint=jax.device_put(rows.constraint, self._sharding))
         if self._sharding is not None:
             on_all = lambda x: jax.device_put(x, self._sharding) if x.sharding.is_fully_replicated else x
@@ -239,9 +245,8 @@ class Slots:
             shardings = tuple(leaf.sharding for leaf in leaves)
             self._program = run_steps_on(shardings, tree, self._buffered, self._apart)
         none = np.zeros(size.rows, bool)
-        kinds = {(self._draws, self.any_form is not None), (self._draws, False), (False, False)}
-        for draws, forms in sorted(kinds, reverse=True):
-            state, _ = self._call(state, rows, none, none, 0, 1, draws, forms)
+        for kind in self._kinds:
+            state, _ = self._call(state, rows, none, none, 0, 1, kind)
         self._shapes[size] = [leaf.shape for leaf in jax.tree.leaves(state)]
         return state
 
@@ -276,14 +281,15 @@ class Slots:
             free: [B] bool, slots without a request, those of the admitted among them.
         """
         busy = np.flatnonzero(admitted | ~free)
-        forms = bool(self._has_form[busy].any())
-        draws = self._draws and (forms or self._draws_now(busy))  # no program has constraints alone
-        rows = dataclasses.replace(self._rows_of(self._rows, self.size), top=bool(self._wants_top[busy].any()))
+        forms, top = bool(self._has_form[busy].any()), bool(self._wants_top[busy].any())
+        draws = self._draws and (forms or top or self._draws_now(busy))
+        rows = self._rows_of(self._rows, self.size)
         if forms:  # several MB, which are not sent anew in each call
             if self._forms is None:
                 self._forms = jax.device_put(rows.constraint, self._sharding)
             rows = dataclasses.replace(rows, constraint=self._forms)
-        self._state, progress = self._call(self._state, rows, admitted, free, most_steps, wanted, draws, forms)
+        kind = Kind(draws, forms, top)
+        self._state, progress = self._call(self._state, rows, admitted, free, most_steps, wanted, kind)
         return progress
 
     def _draws_now(self, busy: np.ndarray) -> bool:
@@ -302,13 +308,11 @@ class Slots:
         free: np.ndarray,
         most_steps: int,
         wanted: int,
-        draws: bool,
-        forms: bool,
+        kind: Kind,
     ) -> tuple[Any, Progress]:
         sampler = self.sampler
-        if not forms:
-            rows = dataclasses.replace(rows, constraint=None)
-        if not draws:
+        rows = dataclasses.replace(rows, constraint=rows.constraint if kind.forms else None, top=kind.top)
+        if not kind.draws:
             sampler = self._without_draws
             own = tuple(itertools.compress(rows.numbers, self._is_own))
             rows = dataclasses.replace(rows, numbers=own, bias=None)

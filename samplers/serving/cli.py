@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,10 +18,10 @@ from dllm_jax import DllmError
 from dllm_jax.checkpoints.loading import outline
 from dllm_jax.cli.command import Parser
 from dllm_jax.params.quantized import dtype_label
+from dllm_jax.text.tokenizer import without_special_tokens
 from samplers.checks import check_length, check_number, check_whole
 from samplers.cli.flags import add_model, add_sampler, command_buffers_of, model_name, read_flags
 from samplers.config.registry import title
-from samplers.config.sampler_config import make_sampler
 from samplers.engine.engine import Engine
 
 KEY_VARIABLE = "DLLM_API_KEY"
@@ -112,15 +113,12 @@ _DRAWS = "requests may not set temperature, top-p, top-k and logit_bias, which m
 
 
 def _check_options(options: argparse.Namespace) -> None:
+    """Those that an engine does not check."""
     model_name(options)
-    check_length("slots", options.slots)
-    check_length("prompt_length", options.prompt_length, optional=True)
     check_length("max_body", options.max_body)
-    check_whole("constraint_states", options.constraint_states, 0)
     check_whole("queue", options.queue, 0)
     check_whole("port", options.port, 0, 65535)
     check_whole("prefix_cache", options.prefix_cache, 0)
-    check_length("prefill_chunk", options.prefill_chunk, optional=True)
     check_length("max_forwards", options.max_forwards, optional=True)
     check_number("deadline", options.deadline, 0.0)
     check_number("grace", options.grace, 0.0)
@@ -140,16 +138,19 @@ def _read_keys(file: str | None) -> list[str]:
 
 
 def _make_engine(options: argparse.Namespace) -> Engine:
-    """The engine that the options describe."""
+    """The engine that the options describe. One of an outline is made first: errors come before gigabytes are read."""
+    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states", "top_logprobs")
+    room: dict[str, Any] = {name: getattr(options, name) for name in names}
+    room["prefix_cache"] = None if options.prefix_cache is None else options.prefix_cache << 20
     bare, sampler = read_flags(options, outline)
-    bare.require_tokenizer()
-    make_sampler(bare, sampler.load_verifier(outline))  # errors come before gigabytes are read
+    tokenizer = bare.require_tokenizer()
+    if not options.special_tokens:
+        without_special_tokens(tokenizer)
+    Engine(bare, sampler.load_verifier(outline), **room)
     load = functools.partial(dllm_jax.load, dtype=options.dtype, quantize=options.quantize)
     with Console(stderr=True).status(f"loading {bare.name}", spinner="line"):
         model, sampler = load(model_name(options)), sampler.load_verifier(load)
-    prefixes = None if options.prefix_cache is None else options.prefix_cache << 20
-    names = ("slots", "prompt_length", "draws", "buckets", "prefill_chunk", "constraint_states", "top_logprobs")
-    return Engine(model, sampler, prefix_cache=prefixes, **{name: getattr(options, name) for name in names})
+    return Engine(model, sampler, **room)
 
 
 def _describe(engine: Engine) -> str:

@@ -56,6 +56,31 @@ class Connections:
         return Connection(self, **options)
 
 
+class TurnTransport:
+    """Sends in one piece what one turn of the event loop writes. uvicorn writes an answer's head, body and end apart; a
+    server that is killed between them would have sent a part of a short answer."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._written = transport, loop, bytearray()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if data and not self._written:
+            self._loop.call_soon(self._send)
+        self._written += data
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._written:
+            piece, self._written = self._written, bytearray()
+            self._transport.write(piece)
+
+
 class Connection(H11Protocol):
     """A connection that ends when its client neither sends nor reads."""
 
@@ -66,7 +91,7 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(TurnTransport(transport, self.loop))  # type: ignore[arg-type]
         self._watch_client()
         if len(self.connections) > self._pool.most:
             self._make_room()
@@ -84,6 +109,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._watch_client()
         super().on_response_complete()  # which may find the next request
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which ours makes superfluous
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -6,7 +6,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from samplers.decisions.answers import Decision, answer_questions
 from samplers.decisions.questions import Question
@@ -47,17 +47,9 @@ class Job:
     latest: Update | None = None
 
 
-class OnCall(Protocol):
-    """A function that is called in the event loop after every engine call."""
-
-    def __call__(self, updates: list[tuple[Job, Update]], stats: Stats, busy: int, waiting: int) -> None:
-        """
-        Args:
-            updates: of streamed jobs, and of those that ended.
-            stats: of this engine call alone.
-            busy: slots in use now.
-            waiting: requests that wait for a slot now.
-        """
+OnCall = Callable[[list[tuple[Job, Update]], Stats, int, int], None]
+"""Called in the event loop after every engine call, with the updates of streamed jobs and of those that ended, the
+statistics of this call alone, the slots in use now and the requests that wait for one."""
 
 
 class EngineThread(threading.Thread):

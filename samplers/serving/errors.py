@@ -3,17 +3,13 @@
 from typing import Any
 
 TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
 }
+"""Of errors by status; others are the request's below 500 and the server's from there on."""
 
 MESSAGE_TYPES = {**TYPES, 413: "request_too_large", 503: "overloaded_error"}
 
@@ -47,10 +43,10 @@ class Fault(Exception):
 
     def body(self, path: str) -> dict[str, Any]:
         """The error as the API at a path writes it."""
+        known, server = (MESSAGE_TYPES, "api_error") if path == MESSAGES else (TYPES, "server_error")
+        kind = known.get(self.status, "invalid_request_error" if self.status < 500 else server)
         if path == MESSAGES:
-            kind = MESSAGE_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

@@ -32,7 +32,7 @@ from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
 from samplers.serving.schemas import Body, CanvasBody, CompletionBody, DecideBody, InfillBody, TextBody
-from samplers.serving.shapes import ChatShape, Json, Shape, TextShape, token_scores, usage_of
+from samplers.serving.shapes import Json, Shape, token_scores, usage_of
 from samplers.stopping import stop_strings
 from samplers.text.decode import TextStream, text_of
 from samplers.text.prompts import PromptTooLong, encode_prompt
@@ -120,11 +120,12 @@ class Ticket:
 
     def close(self) -> None:
         """Cancels the jobs that have not ended."""
-        self._service.close_ticket(self)
+        self._service.cancel(self.jobs)
 
 
 class Service:
-    """Answers bodies with an engine. Make and use it in one event loop.
+    """Answers bodies with an engine. Make and use it in one event loop. What takes a body raises Fault for one that is
+    refused or fails.
 
     Attributes:
         engine: nobody else may use it.
@@ -168,15 +169,11 @@ class Service:
     # Requests --------------------------------------------------------------------------------------------------------
 
     async def completion(self, body: CompletionBody, client: str) -> Json:
-        """A whole answer.
-
-        Raises:
-            Fault: for a request that is refused or fails.
-        """
-        shape, ticket = _shape(body), await self.admit(body, client, streamed=False)
+        """A whole answer."""
+        shape, ticket = body.shape, await self.admit(body, client, streamed=False)
         answers = await ticket.answers()
         choices = [self._choice(shape, body, *pair) for pair in zip(ticket.jobs, answers, strict=True)]
-        head = self._head(shape, shape.whole, ticket)
+        head = self._named(shape.prefix, shape.whole, ticket.jobs[0].seed)
         return {**head, "choices": choices, "usage": self._usage(body, answers, ticket)}
 
     async def chunks(self, body: CompletionBody, ticket: Ticket) -> AsyncIterator[Json]:
@@ -184,12 +181,9 @@ class Service:
 
         Args:
             ticket: of `admit`, streamed.
-
-        Raises:
-            Fault: when the request fails.
         """
-        shape = _shape(body)
-        head = self._head(shape, shape.chunk, ticket)
+        shape = body.shape
+        head = self._named(shape.prefix, shape.chunk, ticket.jobs[0].seed)
         usage = {"usage": None} if body.with_usage else {}
         chunk = lambda job, **fields: {**head, "choices": [{"index": job.index, **_BLANK, **fields}], **usage}
         texts = {job: self._text_stream(body) for job in ticket.jobs}
@@ -217,9 +211,6 @@ class Service:
 
         A cell is [position, text or None for a mask, whether it is final]. Where the reader, or this event loop, is
         slower than the engine, an event covers several forwards.
-
-        Raises:
-            Fault: when the request fails.
         """
         (job,), sampler = ticket.jobs, self.engine.sampler
         shown: list[tuple[str | None, bool]] = [(None, False)] * job.request.gen_length
@@ -232,14 +223,10 @@ class Service:
             yield {"forward": update.nfe, "written": update.written, "cells": changed, **busy}
         answer = answer_of(self.reader, job)
         usage = self._usage(body, [answer], ticket)
-        yield {"text": answer.text, "finish_reason": self._reason(job, answer), "usage": usage}
+        yield {"text": answer.text, "finish_reason": self._ending(body, job, answer)["finish_reason"], "usage": usage}
 
     async def infill(self, body: InfillBody, client: str) -> Json:
-        """A text with its gaps filled.
-
-        Raises:
-            Fault: for a request that is refused or fails.
-        """
+        """A text with its gaps filled."""
         ticket = await self.admit(body, client, streamed=False)
         (found,) = await ticket.answers()
         assert isinstance(found, Infilling)
@@ -247,11 +234,7 @@ class Service:
         return {**head, "text": found.text, "gaps": found.gaps, "usage": usage_of([found], 1)}
 
     async def decide(self, body: DecideBody, client: str) -> Json:
-        """A decision.
-
-        Raises:
-            Fault: for a request that is refused or fails.
-        """
+        """A decision."""
         self._check_body(body)
         self._reserve(client, 1)
         start = self._loop.time()
@@ -279,9 +262,6 @@ class Service:
 
         Args:
             client: who asks; clients take turns.
-
-        Raises:
-            Fault: for a request that is refused.
         """
         self._check_body(body)
         prompts, copies = body.prompts, (body.n or 1) if isinstance(body, CompletionBody) else 1
@@ -426,20 +406,17 @@ class Service:
         return Job(index, request, seed, False, engine, client, plan)
 
     def _infiller(self) -> Engine:
-        """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap."""
-        with self._making_gaps:
-            if self._gaps is None:
-                self._gaps = self._make_infiller()
-            return self._gaps
-
-    def _make_infiller(self) -> Engine:
-        """Raises DllmError for a sampler that fills no gaps."""
+        """The engine that fills gaps, made for the first that ask: without end tokens, and with text in every gap.
+        Raises DllmError for a sampler that fills none."""
         engine = self.engine
         if engine.config is None:
             raise DllmError("this server's sampler fills no gaps; start it with one by name")
-        config = config_for_gaps(engine.model, engine.config)
-        names = ("slots", "prompt_length", "draws", "buckets", "constraint_states")
-        return Engine(engine.model, config, **{name: getattr(engine, name) for name in names})
+        with self._making_gaps:
+            if self._gaps is None:
+                config = config_for_gaps(engine.model, engine.config)
+                names = ("slots", "prompt_length", "draws", "buckets", "constraint_states")
+                self._gaps = Engine(engine.model, config, **{name: getattr(engine, name) for name in names})
+            return self._gaps
 
     def _make_question(self, body: DecideBody) -> tuple[Question, int]:
         """The question and its seed. Not for the event loop."""
@@ -494,7 +471,8 @@ class Service:
             ticket = self.tickets.get(job)
             if ticket is None:  # it was cancelled
                 continue
-            job.latest = update if job.latest is None else _merge_updates(job.latest, update)
+            missed = () if job.latest is None else job.latest.written
+            job.latest = dataclasses.replace(update, written=sorted({*missed, *update.written}))
             ticket.changed.set()
             if update.done:
                 self.metrics.count_answer(job.request, self._loop.time() - self._admitted_at[job])
@@ -514,10 +492,9 @@ class Service:
             if not future.done():
                 future.set_exception(fault)
 
-    def close_ticket(self, ticket: Ticket) -> None:
-        """Cancels the jobs of a ticket that have not ended."""
-        left = [job for job in ticket.jobs if job in self.tickets]
-        if left:
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Cancels those that have not ended."""
+        if left := [job for job in jobs if job in self.tickets]:
             self._thread.cancel(left)
         for job in left:
             self._end(job)
@@ -525,9 +502,6 @@ class Service:
     def _end(self, job: Job) -> None:
         del self.tickets[job], self._admitted_at[job]
         self._release(job.client, 1)
-
-    def _head(self, shape: Shape, kind: str, ticket: Ticket) -> Json:
-        return self._named(shape.prefix, kind, ticket.jobs[0].seed)
 
     def _named(self, prefix: str, kind: str, seed: int) -> Json:
         return {
@@ -564,20 +538,16 @@ class Service:
         alternatives = body.top, job.request.top
         return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body), *alternatives))}
 
-    def _reason(self, job: Job, answer: Generation) -> str:
-        """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas."""
+    def _ending(self, body: Body, job: Job, answer: Generation) -> Json:
+        """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas; and the stop string
+        that did it, if one did."""
         if job.plan is not None:  # a gap is as long as it was asked to be
-            return "length"
+            return {"finish_reason": "length", "stop_reason": None}
+        stops = stop_strings(self._stops(body))
+        cut = text_of(self.engine.model, answer.tokens)[len(answer.text) :] if stops else ""
         full = len(answer.tokens) == job.request.gen_length
-        cut = answer.text != text_of(self.engine.model, answer.tokens)
-        return "length" if full and not cut else "stop"
-
-    def _ending(self, body: CompletionBody, job: Job, answer: Generation) -> Json:
-        """Why an answer ended, and the stop string that did it, if one did."""
-        stops = () if job.plan is not None else stop_strings(self._stops(body))
-        rest = text_of(self.engine.model, answer.tokens)[len(answer.text) :] if stops else ""
-        stop = next((text for text in stops if rest.startswith(text)), None)
-        return {"finish_reason": self._reason(job, answer), "stop_reason": stop}
+        stop = next((text for text in stops if cut.startswith(text)), None)
+        return {"finish_reason": "length" if full and not cut else "stop", "stop_reason": stop}
 
     def _stops(self, body: Body) -> tuple[str | int, ...]:
         return (*self.engine.stop, *body.stops)
@@ -613,15 +583,6 @@ def as_event(message: Json | str) -> bytes:
         return f"data: {message}\n\n".encode()
     name = f"event: {message['type']}\n" if "type" in message else ""
     return f"{name}data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-def _shape(body: Body) -> Shape:
-    return TextShape if isinstance(body, TextBody) else ChatShape
-
-
-def _merge_updates(missed: Update, update: Update) -> Update:
-    """Two updates of a request as one: its state after the second, with the positions that both wrote."""
-    return dataclasses.replace(update, written=sorted({*missed.written, *update.written}))
 
 
 def _cells(update: Update, length: int, strings: Sequence[str]) -> list[tuple[str | None, bool]]:

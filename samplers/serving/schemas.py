@@ -1,7 +1,7 @@
 """What the body of a request may contain. As OpenAI does, unknown fields are refused: a misspelt number would change
 the answer silently."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from samplers.constraints.automaton import ANY_OBJECT
 from samplers.engine.slots import MOST_BIASES
 from samplers.serving.errors import Fault
+from samplers.serving.shapes import ChatShape, Shape, TextShape
 
 MOST_NUMBER = 1e9
 MOST_ITEMS = 4096
@@ -239,6 +240,7 @@ class FormedBody(Body):
 class CompletionBody(FormedBody):
     """The fields of both of OpenAI's endpoints."""
 
+    shape: ClassVar[Shape] = ChatShape
     n: int | None = Field(None, ge=1, le=128)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -280,6 +282,7 @@ class ChatBody(CompletionBody):
 class TextBody(CompletionBody):
     """The body of /v1/completions."""
 
+    shape = TextShape
     prompt: Annotated[Any, PlainValidator(_check_prompt)]
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = None
@@ -350,23 +353,19 @@ class CanvasBody(PromptBody, FormedBody):
     """The body of /v1/canvas."""
 
 
-class InfillBody(PromptBody):
+class InfillBody(PromptBody, FormedBody):
     """The body of /v1/infill: a text with gaps, with or without a prompt that it answers."""
 
     template: String
-    regex: String | list[String | None] | None = None
-
-    @property
-    def form(self) -> dict[str, Any]:
-        return {} if self.regex is None else {"regex": self.regex}
+    regex: String | list[String | None] | None = None  # type: ignore[assignment]
 
     @property
     def prompts(self) -> list[Any]:
         return [] if self.prompt is None and self.messages is None else super().prompts
 
     def check(self) -> None:
-        super().check()
         _refuse({"max_tokens": self.max_tokens, "stop": self.stops or None}, "an infilling")
+        super().check()
 
 
 class DecideBody(PromptBody):

@@ -11,7 +11,7 @@ import uvicorn
 from dllm_jax import DllmError
 from dllm_jax.cli.command import out_of_memory
 from samplers.engine.engine import Engine
-from samplers.serving.connections import ACCEPTED_AT_ONCE, KEEP_SECONDS, Connections, connection_limit
+from samplers.serving.connections import ACCEPTED_AT_ONCE, Connections, connection_limit
 from samplers.serving.errors import stopping_fault
 from samplers.serving.middleware import Guard, allowed_hosts, error_place
 from samplers.serving.routes import make_app
@@ -118,8 +118,7 @@ async def serve(
             the limits allow, and when the engine has stopped by an error.
         JaxRuntimeError: when it has stopped for lack of memory.
     """
-    engine.compile()
-    service = Service(engine, limits)
+    service = Service(engine, limits)  # which refuses what it cannot serve, before anything is compiled
     guard = Guard(
         make_app(service),
         service.metrics.requests,
@@ -136,12 +135,12 @@ async def serve(
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=int(SHUTDOWN_SECONDS),
         ws="none",
     )
     server = Server(config, service, grace, on_start)
     try:
+        engine.compile()
         await server.serve(sockets=[at])
     finally:
         await service.close()
