@@ -384,7 +384,7 @@ class Denoiser:
         model = self._model
         since = options.get("since")
         given = visible.ndim == 2 or since is not None or "kv" in options
-        causal = self.config.attention in ("causal", "canvas") and not given
+        causal = (self.config.is_causal or self.config.has_canvas) and not given
         visible = self.seen_until(positions, visible, since)
         x = model.embed_tokens(inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs
         place = lambda x: x if self.layout is None else self.layout.place(x, ("batch", None, None))
