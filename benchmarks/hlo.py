@@ -213,7 +213,7 @@ def _counted(program: Program, loop: Instruction) -> int | None:
     condition = program.computations[re.findall(r"condition=%?([\w.\-]+)", loop.text)[0]]
     if not any(each.is_root and "direction=LT" in each.text for each in condition):
         return None
-    limits = [re.search(r"s32\[\].* constant\((\d+)\)", each.text) for each in condition]
+    limits = [re.search(r"[su]32\[\].* constant\((\d+)\)", each.text) for each in condition]
     found = [int(limit[1]) for limit in limits if limit]
     return found[0] if len(found) == 1 else None
 

@@ -31,8 +31,8 @@ from train.logs import step_flops
 
 SIZES = ("argument_bytes", "temporary_bytes", "peak_bytes")
 SECONDS = ("busy_seconds", "sent_seconds", "model_seconds")
-ABOUT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "jax", "memory_bytes")
-KEPT = (*ABOUT, *SIZES, *SECONDS)
+ABOUT = ("config", "target", "mesh", "model", "layers", "batch", "accumulate", "length", "implementation", "jax")
+KEPT = (*ABOUT, *SIZES, "memory_bytes", *SECONDS)
 FEW, MORE = 4, 6  # layers whose difference is that of a layer
 
 
@@ -44,11 +44,14 @@ def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> di
     return {**more, **line, "layers": layers, "from": [few["layers"], more["layers"]]}
 
 
-def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[str, Any]]:
+def rows_of(
+    path: str, target: str, settings: Sequence[str] = (), implementation: str = "auto"
+) -> list[dict[str, Any]]:
     """What is compiled of a recipe for a target, and last the whole model's.
 
     Args:
         settings: of training, as after `python -m train`, that differ from the recipe's.
+        implementation: as of `benchmarks.compile`.
 
     Raises:
         DllmError: as `benchmarks.compile.report`, and for a target without rates.
@@ -60,6 +63,7 @@ def rows_of(path: str, target: str, settings: Sequence[str] = ()) -> list[dict[s
 
     def compiled(layers: int) -> dict[str, Any]:
         arguments = ["--target", target, "--what", "train", "--config", path, "--layers", str(layers), *settings]
+        arguments += ["--implementation", implementation]
         result = bench.report(bench.parser().parse_args(arguments), functools.partial(step_seconds, chip))
         return {name: result[name] for name in KEPT}
 
@@ -89,12 +93,14 @@ def line(row: Mapping[str, Any]) -> str:
     """The line in the head of a recipe."""
     argument, temporary, peak = (f"{row[name] / bench.GIB:.1f}" for name in SIZES)
     of = f"{row['memory_bytes'] / bench.GIB:.0f}"
-    return f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of} (arguments {argument}, temporary {temporary})"
+    by = "" if (name := row.get("implementation", "auto")) == "auto" else f", {name}"
+    return f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of} (arguments {argument}, temporary {temporary}){by}"
 
 
 def merged(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in order, later ones instead of earlier ones of the same program."""
-    key = lambda row: (row["config"], row["target"], row["layers"], row["length"])
+    names = ("config", "target", "layers", "length")
+    key = lambda row: (*(row[name] for name in names), row.get("implementation", "auto"))
     return [dict(row) for _, row in sorted({key(row): row for row in (*old, *new)}.items())]
 
 
@@ -106,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("configs", nargs="+", metavar="FILE", help="recipes, and settings that they are changed by")
     made.add_argument("--target", required=True, metavar="NAME", help="as of benchmarks.compile, such as v6e:2x4")
     made.add_argument("--json", type=Path, metavar="FILE", help="put the rows into this file's list")
+    bench.add_implementation(made)
     options = made.parse_args(arguments)
     bench.compile_here()
     return status_of(lambda: _compile(options))
@@ -114,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compile(options: argparse.Namespace) -> None:
     settings = [text for text in options.configs if "=" in text]
     for path in (text for text in options.configs if "=" not in text):
-        rows = rows_of(path, options.target, settings)
+        rows = rows_of(path, options.target, settings, options.implementation)
         low, high = utilisation(rows[-1])
         print(f"{path}\n{line(rows[-1])}\nmodel FLOPs utilisation {low:.0%} to {high:.0%}", flush=True)
         if options.json:
