@@ -44,9 +44,7 @@ def extended(few: Mapping[str, Any], more: Mapping[str, Any], layers: int) -> di
     return {**more, **line, "layers": layers, "from": [few["layers"], more["layers"]]}
 
 
-def rows_of(
-    path: str, target: str, settings: Sequence[str] = (), implementation: str = "auto"
-) -> list[dict[str, Any]]:
+def rows_of(path: str, target: str, settings: Sequence[str] = (), implementation: str = "auto") -> list[dict[str, Any]]:
     """What is compiled of a recipe for a target, and last the whole model's.
 
     Args:
@@ -94,7 +92,8 @@ def line(row: Mapping[str, Any]) -> str:
     argument, temporary, peak = (f"{row[name] / bench.GIB:.1f}" for name in SIZES)
     of = f"{row['memory_bytes'] / bench.GIB:.0f}"
     by = "" if (name := row.get("implementation", "auto")) == "auto" else f", {name}"
-    return f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of} (arguments {argument}, temporary {temporary}){by}"
+    start = f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of}"
+    return f"{start} (arguments {argument}, temporary {temporary}){by}"
 
 
 def merged(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def test_two_layers_of_a_recipe_are_compiled(name):
 def test_rows_take_the_place_of_those_before(tmp_path, capsys, monkeypatch):
     row = {"config": "llada-d2f", "target": "v6e:2x4", "mesh": "fsdp=8", "model": "llada-8b-instruct", "layers": 32}
     row |= {"argument_bytes": 2**30, "temporary_bytes": 2**31, "peak_bytes": 3 * 2**30, "memory_bytes": 2**35}
-    row |= {"length": 1024, "busy_seconds": 3.0, "sent_seconds": 1.0, "model_seconds": 1.5}
+    row |= {"length": 1024, "implementation": "auto", "busy_seconds": 3.0, "sent_seconds": 1.0, "model_seconds": 1.5}
     asked = []
     compiled = lambda options, more: asked.append(options.settings) or {name: row.get(name) for name in recipes.KEPT}
     monkeypatch.setattr(bench, "report", compiled)
