@@ -367,6 +367,9 @@ class LineRequests:
         options = {name: entry[name] for name in LINE_OPTIONS if name in entry}
         if type(options.get("seed", 0)) is not int:
             raise DllmError(f"seed is {options['seed']!r}; it must be a whole number")
+        length, most = options.get("gen_length"), self.sampler.gen_length
+        if type(length) is int and length > most:
+            raise DllmError(f"gen_length {length} exceeds --gen-length {most}; ask for less")
         key = None if "seed" in options else jax.random.fold_in(self._key, line.row)
         try:
             request = self._engine.request(prompt, key=key, **self._chat, **options, **numbers)
