@@ -106,6 +106,11 @@ class HubConfig:
             raise DllmError(f"{self.where}: pad_token_id is {found!r}, but must be a token id; add it to the file")
         return found
 
+    def pad_or_eos_id(self, vocab_size: int) -> int:
+        """`pad_token_id` of a config that may have none or one outside the vocabulary, else the end of sequence."""
+        pad = self.values.get("pad_token_id")
+        return pad if type(pad) is int and 0 <= pad < vocab_size else self.eos_ids()[0]
+
     def end_ids(self, end_of_turn: str, vocab_size: int, published: int | None) -> tuple[int, ...]:
         """The ids that end an answer: end of sequence, end of turn, and what the generation config adds.
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
+from dllm_jax.families import llama
 from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
 from dllm_jax.families.hub_config import HubConfig
 
@@ -27,13 +28,7 @@ _8B = ModelConfig(
 )
 
 # The published LLaDA template opens the assistant's turn always, whatever add_generation_prompt says.
-_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ bos_token if loop.first and bos_token }}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-)
+_TEMPLATE = llama.TURNS + llama.OPENING
 
 # What the backbone implements of the OLMo-like switches; each decides results, so each must be there.
 _SWITCHES: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import Any
 from dllm_jax.config import Llama3Rope, ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.families import qwen2
-from dllm_jax.families.base import CheckpointLayout, Family, Published, TensorRule
+from dllm_jax.families.base import CheckpointLayout, Family, Published
 from dllm_jax.families.hub_config import HubConfig
 
 _8B = ModelConfig(
@@ -56,14 +56,14 @@ _SMALL = _8B.replace(
     tied_embeddings=True,
 )
 
-TEMPLATE = (
+TURNS = (
     "{% for message in messages %}"
     "{{ bos_token if loop.first and bos_token }}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
     "{{ message['content'] | trim + '<|eot_id|>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-RULES: tuple[TensorRule, ...] = tuple(rule for rule in qwen2.RULES if not rule.hub.endswith("bias"))
+OPENING = "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}" + OPENING + "{% endif %}"
 
 
 def read_config(hub: HubConfig) -> ModelConfig:
@@ -75,12 +75,11 @@ def read_config(hub: HubConfig) -> ModelConfig:
     hub.require(hidden_act="silu")
     for name in ("attention_bias", "mlp_bias"):
         hub.allow(name, False)
-    vocab_size, num_heads, eos_ids = hub.integer("vocab_size"), hub.integer("num_attention_heads"), hub.eos_ids()
+    vocab_size, num_heads = hub.integer("vocab_size"), hub.integer("num_attention_heads")
     given_head_dim = hub.values.get("head_dim") is not None
     nested = hub.values.get("rope_parameters")  # where transformers 5 keeps both
     rope = HubConfig(nested, f"{hub.where}: rope_parameters") if isinstance(nested, dict) else hub
     scaling = nested if isinstance(nested, dict) else hub.values.get("rope_scaling")
-    pad = hub.values.get("pad_token_id")
     turn = "<|eot_id|>" if "<|eot_id|>" in hub.tokens else qwen2.END_OF_TURN
     return ModelConfig(
         family="llama",
@@ -94,8 +93,8 @@ def read_config(hub: HubConfig) -> ModelConfig:
         rope_theta=rope.number("rope_theta"),
         norm_eps=hub.number("rms_norm_eps"),
         max_length=hub.integer("max_position_embeddings"),
-        eos_id=eos_ids[0],
-        pad_id=pad if type(pad) is int and 0 <= pad < vocab_size else eos_ids[0],  # published ones have none
+        eos_id=hub.eos_ids()[0],
+        pad_id=hub.pad_or_eos_id(vocab_size),  # published ones have none
         mask_id=None,
         bos_id=hub.bos_id("<|begin_of_text|>", vocab_size, None),
         end_ids=hub.end_ids(turn, vocab_size, None),
@@ -141,7 +140,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 FAMILY = Family(
     name="llama",
-    layouts=(CheckpointLayout("hub", "LlamaForCausalLM", RULES),),
+    layouts=(CheckpointLayout("hub", "LlamaForCausalLM", qwen2.UNBIASED_RULES),),
     model_types=("llama",),
     read_config=read_config,
     write_config=write_config,

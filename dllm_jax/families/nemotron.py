@@ -55,9 +55,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-RULES = tuple(
-    TensorRule(_renamed(rule.hub), rule.ours, rule.transpose) for rule in qwen2.RULES if not rule.hub.endswith("bias")
-)
+RULES = tuple(TensorRule(_renamed(rule.hub), rule.ours, rule.transpose) for rule in qwen2.UNBIASED_RULES)
 # Rotary frequencies, and the scales of keys and values of quantized files.
 IGNORED = (
     r"encoder\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
@@ -81,7 +79,6 @@ def read_config(hub: HubConfig) -> ModelConfig:
     if not isinstance(rope, dict):
         raise DllmError(f"{hub.where} lacks rope_parameters, which decide results; take the original config.json")
     nested = HubConfig(rope, f"{hub.where}: rope_parameters")
-    pad = hub.values.get("pad_token_id")
     return ModelConfig(
         family="nemotron",
         vocab_size=vocab_size,
@@ -95,7 +92,7 @@ def read_config(hub: HubConfig) -> ModelConfig:
         norm_eps=hub.number("rms_norm_eps"),
         max_length=hub.integer("max_position_embeddings"),
         eos_id=eos_ids[0],
-        pad_id=pad if type(pad) is int and 0 <= pad < vocab_size else eos_ids[0],
+        pad_id=hub.pad_or_eos_id(vocab_size),
         mask_id=hub.integer("mask_token_id", least=0),
         end_ids=hub.end_ids(qwen2.END_OF_TURN, vocab_size, None),
         attention="causal-block",

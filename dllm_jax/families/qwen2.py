@@ -63,6 +63,7 @@ RULES = (
     TensorRule("model.norm.weight", "final_norm.scale"),
     TensorRule("lm_head.weight", "lm_head.kernel", transpose=True),
 )
+UNBIASED_RULES = tuple(rule for rule in RULES if not rule.hub.endswith("bias"))
 # Old versions of transformers stored the rotary frequencies, which follow from rope_theta.
 IGNORED = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 

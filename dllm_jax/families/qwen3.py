@@ -32,7 +32,7 @@ CONFIG_30B_A3B = CONFIG_8B.replace(
 _LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 _EXPERT = _LAYER + "mlp.experts.{expert}."
 RULES = (
-    *(rule for rule in qwen2.RULES if not rule.hub.endswith("bias")),
+    *qwen2.UNBIASED_RULES,
     TensorRule(_LAYER + "self_attn.q_norm.weight", _OURS + "attn.q_norm.scale"),
     TensorRule(_LAYER + "self_attn.k_norm.weight", _OURS + "attn.k_norm.scale"),
 )
