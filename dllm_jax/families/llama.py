@@ -75,24 +75,16 @@ def read_config(hub: HubConfig) -> ModelConfig:
     hub.require(hidden_act="silu")
     for name in ("attention_bias", "mlp_bias"):
         hub.allow(name, False)
-    vocab_size, num_heads = hub.integer("vocab_size"), hub.integer("num_attention_heads")
-    given_head_dim = hub.values.get("head_dim") is not None
+    sizes = qwen2.read_sizes(hub)
+    vocab_size = sizes["vocab_size"]
     nested = hub.values.get("rope_parameters")  # where transformers 5 keeps both
     rope = HubConfig(nested, f"{hub.where}: rope_parameters") if isinstance(nested, dict) else hub
     scaling = nested if isinstance(nested, dict) else hub.values.get("rope_scaling")
     turn = "<|eot_id|>" if "<|eot_id|>" in hub.tokens else qwen2.END_OF_TURN
     return ModelConfig(
         family="llama",
-        vocab_size=vocab_size,
-        embed_dim=hub.integer("hidden_size"),
-        num_layers=hub.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=hub.integer("num_key_value_heads"),
-        head_dim=hub.integer("head_dim") if given_head_dim else hub.heads("hidden_size", "num_attention_heads")[1],
-        mlp_dim=hub.integer("intermediate_size"),
+        **sizes,
         rope_theta=rope.number("rope_theta"),
-        norm_eps=hub.number("rms_norm_eps"),
-        max_length=hub.integer("max_position_embeddings"),
         eos_id=hub.eos_ids()[0],
         pad_id=hub.pad_or_eos_id(vocab_size),  # published ones have none
         mask_id=None,
@@ -100,7 +92,6 @@ def read_config(hub: HubConfig) -> ModelConfig:
         end_ids=hub.end_ids(turn, vocab_size, None),
         attention="causal",
         shift=True,
-        tied_embeddings=hub.boolean("tie_word_embeddings"),
         llama3=_llama3(hub, scaling),
     )
 

@@ -68,6 +68,27 @@ UNBIASED_RULES = tuple(rule for rule in RULES if not rule.hub.endswith("bias"))
 IGNORED = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 
 
+def read_sizes(hub: HubConfig) -> dict[str, Any]:
+    """The fields of a ModelConfig that Qwen2's config.json and those of its form call by the same names.
+
+    Raises:
+        DllmError: naming the field that is missing, or that is no such number.
+    """
+    given_head_dim = hub.values.get("head_dim") is not None
+    return {
+        "vocab_size": hub.integer("vocab_size"),
+        "embed_dim": hub.integer("hidden_size"),
+        "num_layers": hub.integer("num_hidden_layers"),
+        "num_heads": hub.integer("num_attention_heads"),
+        "num_kv_heads": hub.integer("num_key_value_heads"),
+        "head_dim": hub.integer("head_dim") if given_head_dim else hub.heads("hidden_size", "num_attention_heads")[1],
+        "mlp_dim": hub.integer("intermediate_size"),
+        "norm_eps": hub.number("rms_norm_eps"),
+        "max_length": hub.integer("max_position_embeddings"),
+        "tied_embeddings": hub.boolean("tie_word_embeddings"),
+    }
+
+
 def read_config(hub: HubConfig) -> ModelConfig:
     """The ModelConfig of a Qwen2 config.json.
 
@@ -81,21 +102,13 @@ def read_config(hub: HubConfig) -> ModelConfig:
     kinds = hub.values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise DllmError(f"{hub.where}: layer_types is implemented only as full_attention for every layer")
-    vocab_size, num_heads = hub.integer("vocab_size"), hub.integer("num_attention_heads")
+    sizes = read_sizes(hub)
+    vocab_size = sizes["vocab_size"]
     known = vocab_size in (CONFIG_1_5B.vocab_size, CONFIG_7B.vocab_size)  # bigger models pad the vocabulary
-    given_head_dim = hub.values.get("head_dim") is not None
     return ModelConfig(
         family="qwen2",
-        vocab_size=vocab_size,
-        embed_dim=hub.integer("hidden_size"),
-        num_layers=hub.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=hub.integer("num_key_value_heads"),
-        head_dim=hub.integer("head_dim") if given_head_dim else hub.heads("hidden_size", "num_attention_heads")[1],
-        mlp_dim=hub.integer("intermediate_size"),
+        **sizes,
         rope_theta=_rope_theta(hub),
-        norm_eps=hub.number("rms_norm_eps"),
-        max_length=hub.integer("max_position_embeddings"),
         eos_id=hub.eos_ids()[0],
         pad_id=hub.pad_id(),
         mask_id=None,
@@ -103,7 +116,6 @@ def read_config(hub: HubConfig) -> ModelConfig:
         attention="causal",
         shift=True,
         qkv_bias=True,
-        tied_embeddings=hub.boolean("tie_word_embeddings"),
     )
 
 
