@@ -1,5 +1,5 @@
-"""Held-out accuracy of the states that runs of `python -m train grpo` kept, on the same problems throughout; of the
-moving average, where that is what a run writes.
+"""Held-out accuracy of the states that runs of `python -m train` kept, of GRPO's above all, on the same problems
+throughout; of the moving average, where that is what a run writes.
 
     python -m benchmarks.rewards runs/grpo-sudoku --task sudoku:box_rows=2,box_columns=3 --n 2000 \
         --sampler topk:k=12,proxy=entropy --out evals/results/grpo-sudoku
@@ -45,27 +45,29 @@ def report(options: argparse.Namespace) -> Row:
     """Everything that is measured, as it is written to the file."""
     task, rows, surroundings, engines = make_task(options.task), list[Row](), {}, Engines()
     examples: Any = None
+    starts = dict[str, Any]()  # by the model that runs began with
     for folder in options.runs:
         run = _run(folder)
-        before: Sequence[bool] = ()
         base = dllm_jax.load(run.config.model.init, dtype=run.config.compute.dtype)
         with RunFolder(run.config).states(training=False) as states:
             for step in [0, *states.steps[options.every - 1 :: options.every]]:
-                model = _model(run, run.restore(states, step) if step else run.initial_state(), base)
-                bound = task.bind(model)
-                examples = examples or [bound.example(options.split, i) for i in range(options.n)]
-                found = evals.run(
-                    model,
-                    bound,
-                    options.sampler,
-                    n=options.n,
-                    batch_size=options.batch_size,
-                    examples=examples,
-                    engines=engines,
-                )
-                correct = [row.correct for row in found.rows]
-                before = before or correct
-                rows.append({"run": folder.name, "step": step, **_compared(found, Pairs.of(before, correct))})
+                found = None if step else starts.get(run.config.model.init)
+                if found is None:
+                    model = _model(run, run.restore(states, step), base) if step else base
+                    bound = task.bind(model)
+                    examples = examples or [bound.example(options.split, i) for i in range(options.n)]
+                    found = evals.run(
+                        model,
+                        bound,
+                        options.sampler,
+                        n=options.n,
+                        batch_size=options.batch_size,
+                        examples=examples,
+                        engines=engines,
+                    )
+                start = starts.setdefault(run.config.model.init, found)
+                pairs = Pairs.of([row.correct for row in start.rows], [row.correct for row in found.rows])
+                rows.append({"run": folder.name, "step": step, **_compared(found, pairs)})
                 surroundings = {"hardware": found.hardware, "versions": found.versions}
                 print({name: rows[-1][name] for name in COLUMNS}, flush=True)
     logs = {folder.name: read_log(folder) for folder in options.runs}
@@ -110,19 +112,16 @@ def plot(result: Row) -> bytes:
         column = lambda key, rows=rows: [row[key] for row in rows]
         percent = lambda key, rows=rows: [100 * row[key] for row in rows]
         held_out.append(Curve(name, column("step"), percent("accuracy"), percent("difference_stderr")))
-        log = [line for line in result["training"][name] if "reward" in line]
-        width = max(len(log) // 20, 1)
-        parts = [log[i : i + width] for i in range(0, len(log), width)]
-        means = [statistics.fmean(line["reward"] for line in part) for part in parts]
-        sampled.append(Curve(name, [part[-1]["step"] for part in parts], means))
+        if log := [line for line in result["training"][name] if "reward" in line]:
+            width = max(len(log) // 20, 1)
+            parts = [log[i : i + width] for i in range(0, len(log), width)]
+            means = [statistics.fmean(line["reward"] for line in part) for part in parts]
+            sampled.append(Curve(name, [part[-1]["step"] for part in parts], means))
+    labels = "held-out accuracy, %; standard error of the difference", "mean reward of sampled answers"
     panels = [
-        Panel(
-            "steps",
-            held_out,
-            y_label="held-out accuracy, %; standard error of the difference",
-            y_range=_range(held_out),
-        ),
-        Panel("steps", sampled, y_label="mean reward of sampled answers", y_range=_range(sampled)),
+        Panel("steps", curves, y_label=label, y_range=_range(curves))
+        for curves, label in zip((held_out, sampled), labels, strict=True)
+        if curves
     ]
     return draw(panels, f"{result['about']['task']}: {result['about']['sampler']}, n = {result['about']['n']}")
 

@@ -224,6 +224,19 @@ def test_estimates_of_log_probabilities_are_the_benchmarks():
     assert wanted in list(tables(PAGES["docs/rewards.md"]))
 
 
+def test_gains_by_rewards_are_those_measured():
+    runs = {"seed 0": "grpo-0", "seed 1": "grpo-1", "seed 2": "grpo-2", "supervised": "sft-control"}
+    (rows,) = (rows for rows in tables(PAGES["docs/rewards.md"]) if "seed 2" in rows[0])
+    for answers, cells in zip(("greedy", "sampled"), rows, strict=True):
+        with (RESULTS / "grpo-word-problems" / answers / "results.csv").open(newline="") as file:
+            found = {(row["run"], int(row["step"])): row for row in csv.DictReader(file)}
+        assert cells["before"] == f"{float(found['grpo-0', 0]['accuracy']):.2%}"
+        for column, run in runs.items():
+            row = found.get((run, 40))
+            both = row and (100 * float(row[name]) for name in ("difference", "difference_stderr"))
+            assert cells[column] == ("{:+.2f} ± {:.2f}".format(*both) if both else "not run")
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
 def test_every_recorded_accuracy_has_wilson_s_error(path):
     told = json.loads(path.read_text())
