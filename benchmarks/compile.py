@@ -63,7 +63,7 @@ ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"} 
 LAUNCHES = ".thunk_sequence_after_thunk_passes.txt"
 WHAT = ("sample", "full", "window", "train")
 FORWARDS = ("full", "window")
-CALLS = {"cudnn": "__cudnn$fmha", "tokamax": "mosaic_gpu", "tpu": "tpu_custom_call"}
+CALLS = {"cudnn": "__cudnn$fmha", **hlo.PALLAS}
 """What each implementation is in a compiled program; XLA may have kernels of its own that look like the TPU's."""
 
 

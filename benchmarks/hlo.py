@@ -17,6 +17,7 @@ CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+(?:e\w+)?)\[([\d,]*)\](\{[^}]*\})?")
 SLICES = ("dynamic-slice", "slice", "gather")  # read what they return
+PALLAS = {"tokamax": "mosaic_gpu", "tpu": "tpu_custom_call"}  # what a Pallas kernel is in a program
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; the number of the operand with what is new
 
 
@@ -347,12 +348,43 @@ def _flops(program: Program, each: Instruction) -> int:
     if each.opcode == "dot":
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.text)
         summed = math.prod(left[int(axis)] for axis in axes[1].split(",") if axis) if axes else 1
-    else:  # a TPU's product: a spatial axis is one of the batch where the left side is dilated, else one that is summed
-        labels = re.search(r"dim_labels=\w+_(\w+)->", each.text)
-        spatial = lambda label: label.isdigit() and "lhs_dilate" not in each.text
-        names = labels[1] if labels else ""
-        summed = math.prod(n for n, label in zip(right, names, strict=False) if label == "i" or spatial(label))
-    return 2 * elements(each.shapes[0]) * summed
+        return 2 * elements(each.shapes[0]) * summed
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.text)
+    assert labels is not None
+    sizes = zip(labels.groups(), (left, right, each.shapes[0][1]), strict=True)
+    of_left, of_right, of_result = (dict(zip(*pair, strict=True)) for pair in sizes)
+    pairs = [_pairs(each, int(axis), of_left[axis], of_result[axis]) for axis in of_right if axis.isdigit()]
+    return 2 * math.prod(n for axis, n in of_result.items() if not axis.isdigit()) * of_right["i"] * math.prod(pairs)
+
+
+def attention_flops(program: Program, each: Instruction) -> int:
+    """FLOPs of a Pallas kernel of attention, of all pairs of its queries and keys; 0 for all else.
+
+    Forward there are queries, keys, values and one result, whose two products take all pairs; backward either one
+    gradient by three products or two by four. A row is longer than anything else of it.
+    """
+    if each.opcode != "custom-call" or not any(name in each.text for name in PALLAS.values()):
+        return 0
+    sources = [program.by_name[name].shapes[0] for name in each.operands if name in program.by_name]
+    of_heads = lambda shape: len(shape[1]) >= 3 and shape[1][-1] == sources[0][1][-1]
+    read, results = (list(filter(of_heads, shapes)) for shapes in (sources, each.shapes))
+    return 2 * (len(read) + len(results) - 2) * elements(read[0]) * max(read[1][1]) if len(read) >= 3 else 0
+
+
+def _pairs(each: Instruction, axis: int, length: int, results: int) -> int:
+    """How often a spatial axis of a convolution, as which a TPU computes products, pairs a result with an entry: its
+    padding and the gaps of a dilated axis cost no product."""
+    window = re.search(r"window=\{([^}]*)\}", each.text)
+    fields = dict(field.split("=") for field in window[1].split()) if window else {}
+    number = lambda name: int(fields[name].split("x")[axis]) if name in fields else 1
+    before = int(fields["pad"].split("x")[axis].split("_")[0]) if "pad" in fields else 0
+    places = (
+        result * number("stride") + step * number("rhs_dilate") - before
+        for result in range(results)
+        for step in range(number("size"))
+    )
+    gap = number("lhs_dilate")
+    return sum(place % gap == 0 and 0 <= place // gap < length for place in places)
 
 
 def command_buffers(launched: str) -> tuple[int, list[bool]]:

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from train_toys import LLADA
 
 from benchmarks import compile as bench
-from benchmarks import hlo
+from benchmarks import hlo, recipes
 from train import read_config
 
 PROGRAM = """HloModule jit_f, entry_computation_layout={(bf16[8,16,4]{2,1,0})->bf16[8,16,4]{2,1,0}}
@@ -152,6 +152,41 @@ def test_work_is_what_a_kernel_moves_and_multiplies() -> None:
     assert copy == (8 * 4 * 2, 0)  # read, and written to the chip
     assert product == (2 * 8 * 3 * 4, 2 * (2 * 8 * 3) * 5)  # the dilated axis is one of the batch
     assert out == (8 * 16 * 2 + 4 * 8 * 2 + 4 * 16 * 2, 2 * (4 * 16) * 8)
+
+
+PRODUCTS = """HloModule jit_f
+
+ENTRY %main (x: f32[4,7,1], q: bf16[64,2,8]) -> f32[4,2,3] {
+  %x = f32[4,7,1]{1,0,2} parameter(0)
+  %w = f32[7,2,3]{2,1,0} copy(%x)
+  %y = f32[4,2,7]{2,1,0} copy(%x)
+  %v = f32[2,7,3]{2,1,0} copy(%x)
+  %q = bf16[64,2,8]{2,1,0} parameter(1)
+  %outer = f32[4,2,3]{2,1,0} convolution(%x, %w), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f
+  %both = f32[4,3,1]{2,1,0} convolution(%y, %v), window={size=2}, dim_labels=b0f_0io->bf0
+  %attended = (bf16[64,2,8]{2,1,0}, f32[2,64]{1,0}) custom-call(%q, %q, %q), custom_call_target="mosaic_gpu_v2"
+  %of_keys = (bf16[64,2,8]{2,1,0}, bf16[64,2,8]{2,1,0}) custom-call(%q, %q, %q, %q), custom_call_target="mosaic_gpu_v2"
+  %sorted = (bf16[64,2,8]{2,1,0}) custom-call(%q, %q, %q), custom_call_target="Sort"
+  ROOT %out = f32[4,2,3]{2,1,0} copy(%outer)
+}
+"""
+
+
+def test_padding_of_a_product_in_turns_is_not_multiplied() -> None:
+    program = hlo.read(PRODUCTS)
+    flops = [flops for _, flops in hlo.work(program, hlo.loops(program, bench.label)) if flops]
+    assert flops == [2 * (4 * 2 * 3) * 7, 2 * (4 * 3) * (2 * 7)]
+
+
+def test_flops_of_attention_kernels() -> None:
+    """Two products forward, four for keys and values, each of 64 queries, 64 keys and 2 heads of 8."""
+    program = hlo.read(PRODUCTS)
+    found = {name: hlo.attention_flops(program, each) for name, each in program.by_name.items()}
+    product = 2 * 64 * 64 * 2 * 8
+    assert {name: flops for name, flops in found.items() if flops} == {"attended": 2 * product, "of_keys": 4 * product}
+    step = hlo.Loop("step", tuple(program.by_name.values()), (), counted=3)
+    of_turn = lambda loop: sum(hlo.attention_flops(program, each) for each in loop.own)
+    assert recipes.over_turns(hlo.Loop("program", (), (step,)), of_turn) == 3 * 6 * product
 
 
 def test_copies_are_told_from_work_and_from_transfers() -> None:

@@ -68,8 +68,9 @@ def test_a_head_names_samplers_that_there_are(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_memory_in_a_head_is_what_was_compiled(name):
     """For eight H100s at least; on GPUs the line through a few layers."""
-    layers = model_of(train.read_config(FOLDER / f"{name}.toml")).num_layers
-    rows = [row for row in MEASURED if row["config"] == name]
+    config = train.read_config(FOLDER / f"{name}.toml")
+    layers = model_of(config).num_layers
+    rows = [row for row in MEASURED if row["config"] == name and row["length"] == config.data.length]
     whole = [row for row in rows if row["layers"] == layers]
     assert "h100:8" in [row["target"] for row in whole]
     assert [line for line in head(name).splitlines() if line.startswith("#   ") and " of " in line] == [
@@ -78,7 +79,7 @@ def test_the_memory_in_a_head_is_what_was_compiled(name):
     for row in whole:
         assert row["peak_bytes"] <= row["memory_bytes"]
         if "from" in row:
-            same = [r for r in rows if all(r.get(key) == row.get(key) for key in ("target", "implementation"))]
+            same = [r for r in rows if all(r.get(key) == row.get(key) for key in ("target", "mesh", "implementation"))]
             few, more = (next(r for r in same if r["layers"] == n) for n in row["from"])
             assert recipes.extended(few, more, layers) == row
 

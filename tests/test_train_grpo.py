@@ -428,7 +428,7 @@ def test_devices_share_sampling_and_learning(tmp_path):
         np.testing.assert_allclose(x, latest_state(outs[1])[name], atol=2e-4, err_msg=name)
 
 
-def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
+def test_rewards_rise_and_every_number_of_slots_is_compiled_once(tmp_path, monkeypatch):
     """A random model learns to write the tokens that are liked; prompts of one reward make room for others."""
     sizes, begin = [], Rollouts._start_iteration
     programs = run_steps_jit._cache_size
@@ -439,7 +439,7 @@ def test_rewards_rise_and_nothing_is_compiled_again(tmp_path, monkeypatch):
     )
     found = [line["reward"] for line in told(tmp_path)]
     assert np.mean(found[:3]) < 0.65 and np.mean(found[-5:]) > 0.8
-    assert len({*sizes[1:]}) == 1
+    assert sizes[0] < sizes[-1] <= sizes[0] + 3  # 12 slots, 6 and 3
 
 
 def test_tasks_check_answers(tmp_path):

@@ -316,11 +316,9 @@ class Rollouts:
         """
         part = self._part
         model = Model(denoiser.config, dict(denoiser.params), None, "the model being trained", layout=denoiser.layout)
-        longest = max(self._rows.part.length - self._sampler.gen_length, denoiser.min_prompt_length, 1)
-        engine = Engine(model, self._sampler, slots=part.slots or part.completions, prompt_length=longest)
         first, groups, missing = iteration * part.prompts * (part.redraw + 1), list[Group](), part.prompts
         for draw in range(part.redraw + 1):
-            groups += self._sample_groups(model, engine, first + draw * part.prompts, missing)
+            groups += self._sample_groups(model, first + draw * part.prompts, missing)
             missing = part.prompts - sum(group.teaches for group in groups)
             if not missing:
                 break
@@ -329,10 +327,19 @@ class Rollouts:
         left_out = others[: len(others) - missing]
         return [group for number, group in enumerate(groups) if number not in left_out]
 
-    def _sample_groups(self, model: Model, engine: Engine, first: int, count: int) -> list[Group]:
+    def _engine(self, model: Model, completions: int) -> Engine:
+        """With halves of halves of the usual slots where fewer completions are asked for: idle slots cost as much."""
+        slots, parts = self._part.slots or self._part.completions, model.denoiser.batch_parts
+        while slots // 2 >= completions and slots % (2 * parts) == 0:
+            slots //= 2
+        longest = max(self._rows.part.length - self._sampler.gen_length, model.denoiser.min_prompt_length, 1)
+        return Engine(model, self._sampler, slots=slots, prompt_length=longest)
+
+    def _sample_groups(self, model: Model, first: int, count: int) -> list[Group]:
         """Groups for `count` prompts from position `first` of the data on. Completions are rewarded while others are
         sampled, the groups in turn by one of the processes each."""
         size = self._part.num_generations
+        engine = self._engine(model, count * size)
         with multihost.fail_together():
             examples = [self._rows.source.example(self._rows.index(first + number)) for number in range(count)]
             for number, example in enumerate(examples):
