@@ -128,6 +128,11 @@ def size(shape: Shape) -> int:
     return elements(shape) * BITS.get(shape[0], 8) // 8
 
 
+def received(each: Instruction) -> int:
+    """Bytes of what a collective gives to a device; one that only starts a permutation has semaphores after it."""
+    return max(map(size, each.shapes)) if each.opcode.startswith("collective-permute") else size(each.shapes[-1])
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A loop's body, or the program outside of all loops.
@@ -171,7 +176,7 @@ class Loop:
         for each in self.sent:
             kind = each.opcode.removesuffix("-start")
             count, total = found.get(kind, (0, 0))
-            found[kind] = (count + 1, total + size(each.shapes[-1]))
+            found[kind] = (count + 1, total + received(each))
         return found
 
 

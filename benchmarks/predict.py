@@ -127,9 +127,9 @@ def turn(program: hlo.Program, loop: hlo.Loop, chip: Chip, devices: int, reads: 
 
 def send_seconds(each: hlo.Instruction, chip: Chip, devices: int) -> float:
     """Seconds of a collective over a ring of its devices, in both directions where there are more than two."""
-    kind, size = each.opcode.removesuffix("-start"), hlo.size(each.shapes[-1])
+    kind, size = each.opcode.removesuffix("-start"), hlo.received(each)
     if kind == "collective-permute":
-        return HOP + max(map(hlo.size, each.shapes)) / chip.ring
+        return HOP + size / chip.ring
     phases = 2 if kind == "all-reduce" else 1  # reduce, then gather
     rate = chip.ring if devices > 2 else chip.ring / 2
     return phases * (HOP * devices / 2 + size / rate * (devices - 1) / devices)

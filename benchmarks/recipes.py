@@ -112,8 +112,10 @@ COLUMNS = (
     "recipe",
     "rows a device, at a time",
     "devices",
-    "peak, GiB",
-    "received in a step, GiB",
+    "arguments, GiB",
+    "temporary",
+    "peak",
+    "received in a step",
     "kernels, s",
     "transfers, s",
     "model FLOPs utilisation",
@@ -121,25 +123,27 @@ COLUMNS = (
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Markdown: the programs of all layers whose transfers were counted."""
-    whole = [row for row in rows if row["layers"] == layers_of(row["model"]) and "sent_bytes" in row]
-    return predict.markdown(COLUMNS, list(map(cells, whole)))
+    """Markdown: the programs of all layers; "-" for figures that a row was not compiled with."""
+    return predict.markdown(COLUMNS, [cells(row) for row in rows if row["layers"] == layers_of(row["model"])])
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A program's line of the table."""
-    axes = (pair.split("=") for pair in row["mesh"].split(","))
-    devices = math.prod(int(size) for _, size in axes)
+    devices = math.prod(int(pair.partition("=")[2]) for pair in row["mesh"].split(","))
+    by = "" if (name := row.get("implementation", "auto")) == "auto" else f", {name}"
     gib = lambda name: f"{row[name] / bench.GIB:.1f}"
-    by = "" if row["implementation"] == "auto" else f", {row['implementation']}"
+    figures = ["-"] * 4
+    if "sent_bytes" in row:
+        seconds = (f"{row[name]:.1f}" for name in SECONDS[:2])
+        figures = [gib("sent_bytes"), *seconds, "{:.0%} to {:.0%}".format(*utilisation(row))]
     return [
         f"`{row['config']}`",
         f"{row['batch'] // row['accumulate'] // devices} x {row['length']}, {row['accumulate']} times",
         f"`{row['target']}` `{row['mesh']}`{by}",
+        gib("argument_bytes"),
+        gib("temporary_bytes"),
         f"{gib('peak_bytes')} of {row['memory_bytes'] / bench.GIB:.0f}",
-        gib("sent_bytes"),
-        *(f"{row[name]:.1f}" for name in SECONDS[:2]),
-        "{:.0%} to {:.0%}".format(*utilisation(row)),
+        *figures,
     ]
 
 

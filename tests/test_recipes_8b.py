@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import one_error
+from conftest import ROOT, one_error
 from train_toys import DREAM, LLADA
 
 import dllm_jax
@@ -101,6 +101,11 @@ def test_two_layers_of_a_recipe_are_compiled(name):
         wanted += sum(2 * math.prod(frozen[name].shard_shape(spec.shape)) for name, spec in specs.items())
     rows = config.optimizer.batch // 8 * config.data.length * (4 + 1 + 4 * objective_of(config).trajectories)
     assert found["argument_bytes"] == pytest.approx(wanted + rows, rel=1e-3)  # weights, moments, frozen weights, rows
+
+
+def test_the_page_has_all_programs(capsys):
+    assert recipes.main(["--show", str(RESULTS)]) == 0
+    assert capsys.readouterr().out in (ROOT / "docs" / "scale.md").read_text()
 
 
 def test_rows_take_the_place_of_those_before(tmp_path, capsys, monkeypatch):
