@@ -103,9 +103,13 @@ def line(row: Mapping[str, Any]) -> str:
     """The line in the head of a recipe."""
     argument, temporary, peak = (f"{row[name] / bench.GIB:.1f}" for name in SIZES)
     of = f"{row['memory_bytes'] / bench.GIB:.0f}"
-    by = "" if (name := row.get("implementation", "auto")) == "auto" else f", {name}"
     start = f"#   {row['target']:<12} {row['mesh']:<8} {peak:>5} of {of}"
-    return f"{start} (arguments {argument}, temporary {temporary}){by}"
+    return f"{start} (arguments {argument}, temporary {temporary}){asked(row)}"
+
+
+def asked(row: Mapping[str, Any]) -> str:
+    """The implementation that was asked for, behind a comma."""
+    return "" if row["implementation"] == "auto" else f", {row['implementation']}"
 
 
 COLUMNS = (
@@ -130,7 +134,6 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A program's line of the table."""
     devices = math.prod(int(pair.partition("=")[2]) for pair in row["mesh"].split(","))
-    by = "" if (name := row.get("implementation", "auto")) == "auto" else f", {name}"
     gib = lambda name: f"{row[name] / bench.GIB:.1f}"
     figures = ["-"] * 4
     if "sent_bytes" in row:
@@ -139,7 +142,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     return [
         f"`{row['config']}`",
         f"{row['batch'] // row['accumulate'] // devices} x {row['length']}, {row['accumulate']} times",
-        f"`{row['target']}` `{row['mesh']}`{by}",
+        f"`{row['target']}` `{row['mesh']}`{asked(row)}",
         gib("argument_bytes"),
         gib("temporary_bytes"),
         f"{gib('peak_bytes')} of {row['memory_bytes'] / bench.GIB:.0f}",
@@ -154,8 +157,8 @@ def layers_of(model: str) -> int:
 
 def merged(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows in order, later ones instead of earlier ones of the same program."""
-    names = ("config", "target", "mesh", "layers", "length")
-    key = lambda row: (*(row[name] for name in names), row.get("implementation", "auto"))
+    names = ("config", "target", "mesh", "layers", "length", "implementation")
+    key = lambda row: tuple(row[name] for name in names)
     return [dict(row) for _, row in sorted({key(row): row for row in (*old, *new)}.items())]
 
 

@@ -439,7 +439,7 @@ def test_rewards_rise_and_every_number_of_slots_is_compiled_once(tmp_path, monke
     )
     found = [line["reward"] for line in told(tmp_path)]
     assert np.mean(found[:3]) < 0.65 and np.mean(found[-5:]) > 0.8
-    assert sizes[0] < sizes[-1] <= sizes[0] + 3  # 12 slots, 6 and 3
+    assert sizes[0] < sizes[-1] <= sizes[0] + 3  # 12 slots, 8 and 4
 
 
 def test_tasks_check_answers(tmp_path):

@@ -26,6 +26,7 @@ from dllm_jax.parallel import multihost
 from samplers.config.sampler_config import parse_sampler, refuse_twice
 from samplers.engine.engine import Engine
 from samplers.engine.requests import Request
+from samplers.engine.slots import Size, sizes_up_to
 from samplers.inputs import open_id
 from samplers.loops.block import BlockSampler
 from samplers.sampler import Result, describe_broken
@@ -328,11 +329,12 @@ class Rollouts:
         return [group for number, group in enumerate(groups) if number not in left_out]
 
     def _engine(self, model: Model, completions: int) -> Engine:
-        """With halves of halves of the usual slots where fewer completions are asked for: idle slots cost as much."""
-        slots, parts = self._part.slots or self._part.completions, model.denoiser.batch_parts
-        while slots // 2 >= completions and slots % (2 * parts) == 0:
-            slots //= 2
+        """With no more slots than these completions need: idle ones cost as much. All processes choose alike, which
+        `buckets` of an engine, compiled in the background, do not."""
         longest = max(self._rows.part.length - self._sampler.gen_length, model.denoiser.min_prompt_length, 1)
+        largest = Size(self._part.slots or self._part.completions, longest)
+        rows = (size.rows for size in sizes_up_to(largest, model.denoiser.batch_parts))
+        slots = min((count for count in rows if count >= completions), default=largest.rows)
         return Engine(model, self._sampler, slots=slots, prompt_length=longest)
 
     def _sample_groups(self, model: Model, first: int, count: int) -> list[Group]:
