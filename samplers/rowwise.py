@@ -30,9 +30,11 @@ def run_if(wanted: jax.Array, forward: Forward, hidden: Any, kv: Any) -> tuple[A
 def each_row(
     rows: jax.Array,
     parts: int,
-    forward: Callable[[Any], tuple[Any, Any]],
+    forward: Callable[..., tuple[Any, Any]],
     request: Any,
     kv: Any,
+    *,
+    reads: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Runs a forward for some rows alone, one after another, and puts the results into place.
 
@@ -42,22 +44,23 @@ def each_row(
         rows: [B] bool.
         parts: equal parts of the batch that lie on different devices.
         forward: a request with as many rows as there are parts -> its hidden states, and keys and values from the
-            first position on.
+            first position on; if it `reads`, of a request and those rows' buffers.
         request: a pytree whose leaves begin with the batch axis.
-        kv: the buffers.
+        kv: the buffers; n consecutive entries of a leaf belong to a row.
 
     Returns:
         Hidden states of all rows, zeros where none were computed, and the buffers.
     """
     batch = rows.shape[0]
-    shape = jax.eval_shape(lambda: forward(request)[0])
+    run = forward if reads else lambda request, _: forward(request)
+    shape = jax.eval_shape(lambda: run(request, kv)[0])
     hidden = vary_like(rows, jnp.zeros(shape.shape, shape.dtype))
     parts = parts if batch % parts == 0 else 1
     if batch == 1:
         into = lambda old, new: lax.dynamic_update_slice(old, new.astype(old.dtype), (0,) * old.ndim)
 
         def alone(_: Any, kv: Any) -> tuple[Any, Any]:
-            hidden, new = forward(request)
+            hidden, new = run(request, kv)
             return hidden, jax.tree.map(into, kv, new)
 
         return run_if(rows[0], alone, hidden, kv)
@@ -66,9 +69,16 @@ def each_row(
         pending, hidden, kv = carry
         index = jnp.argmax(pending, axis=1)
         write = None if parts == 1 else pending.any(axis=1)
-        found, new = forward(jax.tree.map(lambda x: take_rows(x, index), request))
+        take = lambda x: take_rows(x, index)
+        own = jax.tree.map(lambda x: _merged(take(x.reshape(batch, -1, *x.shape[1:]))), kv) if reads else None
+        found, new = run(jax.tree.map(take, request), own)
         put = lambda old, new: put_rows(old, new, index, write)
         pending &= jnp.arange(batch // parts) != index[:, None]
         return pending, put(hidden, found), jax.tree.map(put, kv, new)
 
     return lax.while_loop(lambda carry: carry[0].any(), next_row, (rows.reshape(parts, -1), hidden, kv))[1:]
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """[P, n, ...] -> [P n, ...]."""
+    return x.reshape(-1, *x.shape[2:])

@@ -14,7 +14,7 @@ from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
 from samplers import rules
 from samplers.caches import DualCache, ForwardRequest, Outcome, PrefixCache, VicinityCache
-from samplers.caches.base import BlockCache, BlockCacheState
+from samplers.caches.base import BlockCacheState, RefreshedCache
 from samplers.canvas import Canvas
 from samplers.checks import check_whole
 from samplers.loops import apd
@@ -127,7 +127,7 @@ class DInferCacheState(BlockCacheState):
 
 
 @pytree(static=("smooth",))
-class DInferCache(BlockCache):
+class DInferCache(RefreshedCache):
     """Rebuilds in each iteration whose number is a multiple of `refresh_every`; a rebuild is always followed by a
     window. Without smoothing a forward that rebuilds is one iteration with the next.
 

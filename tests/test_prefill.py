@@ -43,16 +43,25 @@ def answers(engine: Engine, prompts, **options) -> list[Request]:
     return found
 
 
+BY_8 = [56, 112, 48, 48, 64, 0, 0]  # positions that are found, where blocks have 8
+BY_16 = [48, 112, 48, 48, 64, 0, 0]
+
+
 @pytest.mark.parametrize(
-    ("family", "sampler", "options"),
+    ("family", "sampler", "options", "found"),
     [
-        ("llada2", "threshold:threshold=0.7", {}),
-        ("sdar", "edit:threshold=0.4", {"buckets": True}),
-        ("fast-dllm-v2", "threshold:threshold=0.7", {}),
-        ("fast-dllm-v2", "fast-dllm-v2:sub_block_length=4", {}),
+        ("llada2", "threshold:threshold=0.7", {}, BY_8),
+        ("sdar", "edit:threshold=0.4", {"buckets": True}, BY_8),
+        ("fast-dllm-v2", "threshold:threshold=0.7", {}, BY_8),
+        ("fast-dllm-v2", "fast-dllm-v2:sub_block_length=4", {}, BY_8),
+        ("llada", "threshold:cache=dual,prompt_block_length=16", {}, BY_16),
+        ("llada", "threshold:cache=vicinity,prompt_block_length=16", {"buckets": True}, BY_16),
+        ("dream", "threshold:cache=prefix,prompt_block_length=16", {}, BY_16),
+        # the first block begins in the prompt, which is 64 or 112 tokens long before Dream's first one is predicted
+        ("dream", "threshold:cache=dual,prompt_block_length=16,align_blocks=True", {}, [48, 96, 32, 48, 48, 0, 0]),
     ],
 )
-def test_answers_are_those_without(models, family, sampler, options) -> None:
+def test_answers_are_those_without(models, family, sampler, options, found) -> None:
     """Of prompts with a common beginning, with none, and shorter than a block, whole and in pieces."""
     prompts = [SYSTEM + list(text) for text in QUESTIONS] + [list(text) or [65] for text in QUESTIONS[1:]]
     plain = answers(engine_of(models(family), sampler=sampler), prompts)
@@ -65,7 +74,17 @@ def test_answers_are_those_without(models, family, sampler, options) -> None:
             while engine.compiling:
                 time.sleep(0.01)
         # those that are mostly new were kept, and the others found the beginning that all share
-        assert [request.cached for request in read] == [56, 112, 48, 48, 64, 0, 0]
+        assert [request.cached for request in read] == found
+
+
+def test_a_prompt_that_fills_the_room(models) -> None:
+    """What follows its beginning is read at once, by the program for everything."""
+    model, prompts = models("fast-dllm-v2"), [SYSTEM, (SYSTEM * 2)[:96]]
+    plain = answers(engine_of(model, prompt_length=96), prompts)
+    read = answers(engine_of(model, prompt_length=96, prefix_cache=1 << 20, slots=1), prompts)
+    for one, other in zip(read, plain, strict=True):
+        assert_same(one, other)
+    assert read[1].cached == 48
 
 
 def test_those_that_arrive_together_share(models) -> None:

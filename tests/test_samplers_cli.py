@@ -108,7 +108,7 @@ def test_json_has_the_trajectory_the_speed_and_the_settings(run, answer):
     settings = line["settings"]
     plain = {"steps": None, "tolerance": None, "skip_masks": False}
     assert settings["rule"] == {"name": "threshold", "threshold": 0.9, **plain}
-    assert settings["cache"] == {"name": "dual", "refresh_every": None}
+    assert settings["cache"] == {"name": "dual", "refresh_every": None, "prompt_block_length": None}
     assert (settings["gen_length"], settings["block_length"]) == (16, 8)
     assert (settings["model"], settings["dtype"], settings["seed"]) == ("llada-tiny", "float32", 0)
     assert settings["versions"]["jax"] == jax.__version__
@@ -182,7 +182,9 @@ def test_a_preset_is_changed_by_what_is_written(run, asked):
     assert found["align_blocks"] and found["smoothing"] == dataclasses.asdict(Smoothing(weight=0.3))
     found = settings("--preset", "llada-moe-cache", "--rule", "eb", "--cache=dual", *SHORT)
     assert found["rule"] == {"name": "eb", "gamma": 0.1, "proxy": "entropy", "score_from": "raw"}
-    assert found["cache"] == {"name": "dual", "refresh_every": None} and found["align_blocks"]
+    assert (
+        found["cache"] == {"name": "dual", "refresh_every": None, "prompt_block_length": None} and found["align_blocks"]
+    )
 
 
 @pytest.mark.parametrize(

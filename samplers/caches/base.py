@@ -4,15 +4,16 @@ next."""
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.models.denoiser import DenoiserLike, Span
-from dllm_jax.models.kv_cache import write_rows
+from dllm_jax.errors import DllmError
+from dllm_jax.models.denoiser import DenoiserLike, Span, block_causal, block_length_of
+from dllm_jax.models.kv_cache import put_rows, write_rows
 from dllm_jax.pytree import pytree, vary_like
-from samplers.checks import check_whole
+from samplers.checks import check_length, check_whole
 from samplers.rowwise import each_row, run_if
 
 
@@ -23,6 +24,7 @@ class ForwardRequest:
     Attributes:
         inputs: tokens [B, S], or input embeddings [B, S, D]; with guidance the pairs that `guidance.paired` makes.
         lengths: [B], valid positions, prompt and canvas.
+        first_block: [B], where the row's first block begins.
         block: [B], number of the active block.
         block_start, block_end: [B], where it begins and ends.
         start: [B], where the span of `width` positions begins that covers the block.
@@ -37,6 +39,7 @@ class ForwardRequest:
 
     inputs: jax.Array
     lengths: jax.Array
+    first_block: jax.Array
     block: jax.Array
     block_start: jax.Array
     block_end: jax.Array
@@ -87,13 +90,20 @@ class CachePolicy(Protocol):
         ...
 
 
-def full_forward(denoiser: DenoiserLike, request: ForwardRequest) -> tuple[jax.Array, Any]:
-    """A forward over everything: hidden states as `Outcome` wants them, and the keys and values of all positions."""
+def full_forward(
+    denoiser: DenoiserLike, request: ForwardRequest, visible: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
+    """A forward over everything: hidden states as `Outcome` wants them, and the keys and values of all positions.
+
+    Args:
+        visible: as of `Denoiser.forward`; by default each row's length.
+    """
+    visible = request.lengths if visible is None else visible
     if not request.all_positions:
-        return denoiser.forward(request.inputs, request.lengths, outputs=request.span)
+        return denoiser.forward(request.inputs, visible, outputs=request.span)
     width = min(request.longest_suffix, request.length - denoiser.min_prompt_length)
     start = jnp.minimum(request.block_start, request.length - width)  # nothing is undecided before the block
-    hidden, kv = denoiser.forward(request.inputs, request.lengths, outputs=Span(start, width))
+    hidden, kv = denoiser.forward(request.inputs, visible, outputs=Span(start, width))
     return spread(hidden, start, request.length), kv
 
 
@@ -159,33 +169,37 @@ class BlockCacheState:
         kv: the buffers.
         built_for: [B], the block the row's keys and values were built for; -1 for none.
         built_at: [B], the row's forward that built them; below -1 for none.
+        final: [B], how many of the row's first positions have keys and values that stay.
     """
 
     kv: Any
     built_for: jax.Array
     built_at: jax.Array
+    final: jax.Array
+
+    def after_reading(self, row: jax.Array, kv: Any, count: jax.Array) -> Self:
+        """The state in which the first `count` positions of a row are read already.
+
+        Args:
+            kv: their keys and values, [1, N, ...] at positions 0 ... N - 1, some of which may be beyond the buffers.
+        """
+        put = lambda old, new: put_rows(old, new[:, : old.shape[1]], row[None])
+        return dataclasses.replace(self, kv=jax.tree.map(put, self.kv, kv), final=self.final.at[row].set(count))
 
 
 @pytree()
 class BlockCache:
-    """Base of the policies that rebuild a row's keys and values by one full forward when it enters a block.
+    """Base of the policies that build a row's keys and values by one full forward now and then.
 
-    The rebuilding forward also decodes. Rows that need one get it one by one, as a full forward of few rows is bound
-    by arithmetic anyway, and all others their window in the same step: no row waits for another.
-
-    Attributes:
-        refresh_every: rebuild also in every N-th forward after the one that built them; None rebuilds at block starts
-            only. Default: none, as published; more refreshes are nearer to no cache, and slower.
+    The building forward also decodes. Rows that need one get it one by one, as a full forward of few rows is bound by
+    arithmetic anyway, and all others their window in the same step: no row waits for another.
     """
-
-    refresh_every: int | jax.Array | None = None
-
-    def check(self) -> None:
-        """Raises DllmError for numbers that make no sense."""
-        check_whole("refresh_every", self.refresh_every, 1)
 
     in_order: ClassVar[bool] = False
     """Whether rows enter all of their blocks, complete ones too, each for a forward at least."""
+
+    def check(self) -> None:
+        """Raises DllmError for numbers that make no sense."""
 
     def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:
         """The forwards over part of the sequence, none of which begins before the first position that the model can
@@ -193,7 +207,7 @@ class BlockCache:
         raise NotImplementedError
 
     def whole(self, denoiser: DenoiserLike, request: ForwardRequest) -> tuple[jax.Array, Any]:
-        """The forward that rebuilds: hidden states as `Outcome` wants them, and keys and values from position 0 on."""
+        """The forward that builds: hidden states as `Outcome` wants them, and keys and values from position 0 on."""
         return full_forward(denoiser, request)
 
     def warming(self, request: ForwardRequest) -> jax.Array:
@@ -201,14 +215,34 @@ class BlockCache:
         return request.active & False
 
     def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
-        """[B] bool, rows whose keys and values must be rebuilt before their next window."""
-        stale = state.built_for != request.block
-        if self.refresh_every is None:
-            return stale
-        return stale | (request.nfe - state.built_at >= jnp.asarray(self.refresh_every))
+        """[B] bool, rows whose keys and values must be built before their next window."""
+        return state.built_for != request.block
+
+    def prompt_blocks(self, denoiser: DenoiserLike) -> int | None:
+        """The length of blocks in which prompts may be read before a row begins; None where they may not."""
+        return None
+
+    def kept(self, denoiser: DenoiserLike, first_block: Any) -> Any:
+        """How many positions of a prompt are read only once, where there are `prompt_blocks`: complete blocks before
+        the first one that is decoded, and before what predicts its first token."""
+        length: Any = self.prompt_blocks(denoiser)
+        return (first_block - denoiser.min_prompt_length) // length * length
+
+    def rebuild(
+        self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState, rows: jax.Array
+    ) -> tuple[jax.Array, BlockCacheState, jax.Array]:
+        """Runs some rows [B] bool anew.
+
+        Returns:
+            Hidden states as `Outcome` wants them, the state with their keys and values, and the rows [B] bool whose
+            forward covered the whole sequence.
+        """
+        forward = lambda part: self.whole(denoiser, part)
+        hidden, kv = each_row(rows, denoiser.batch_parts, forward, request, state.kv)
+        return hidden, dataclasses.replace(state, kv=kv), rows
 
     def rebuilt(self, request: ForwardRequest, state: BlockCacheState, rows: jax.Array) -> BlockCacheState:
-        """The state after a forward in which some rows [B] bool rebuilt their keys and values."""
+        """The state after a forward in which some rows [B] bool built their keys and values."""
         return dataclasses.replace(
             state,
             built_for=jnp.where(rows, request.block, state.built_for),
@@ -217,7 +251,7 @@ class BlockCache:
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> BlockCacheState:
         none = jnp.full((batch,), -1, jnp.int32)
-        return BlockCacheState(denoiser.empty_cache(batch, length), none, none - 1)
+        return BlockCacheState(denoiser.empty_cache(batch, length), none, none - 1, none + 1)
 
     def predict(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Outcome:
         warming = request.active & self.warming(request)
@@ -234,16 +268,78 @@ class BlockCache:
             found, kv = window_forward(denoiser, request, window._replace(write=write), kv)
             return jnp.where(rows[:, None, None], found, hidden), kv
 
-        forward = lambda part: self.whole(denoiser, part)
-        hidden, kv = each_row(full, denoiser.batch_parts, forward, request, state.kv)
+        hidden, state, whole = self.rebuild(denoiser, request, state, full)
+        kv = state.kv
         for number, window in enumerate(options.windows):
             rows = others & (options.choice == number)
             hidden, kv = run_if(rows.any(), functools.partial(windowed, window, rows), hidden, kv)
         return Outcome(
             hidden,
             self.rebuilt(request, dataclasses.replace(state, kv=kv), stale),
-            full,
-            stale,
+            whole,
+            stale & whole,
             jnp.where(full, request.block_start, options.low),
             jnp.where(full, request.lengths, options.high),
         )
+
+
+@pytree(static=("prompt_block_length",))
+class RefreshedCache(BlockCache):
+    """Base of the policies that rebuild a row's keys and values when it enters a block.
+
+    Attributes:
+        refresh_every: rebuild also in every N-th forward after the one that built them; None rebuilds at block starts
+            only. Default: none, as published; more refreshes are nearer to no cache, and slower.
+        prompt_block_length: read the prompt once, in blocks of so many tokens, each of which sees itself and what is
+            before it, and never refresh them; what does not fill a block belongs to the canvas. None refreshes the
+            prompt with the rest. Default: none, as models were trained; with it a refresh costs what the canvas does,
+            and an engine reads prompts that begin alike once.
+    """
+
+    refresh_every: int | jax.Array | None = None
+    prompt_block_length: int | None = None
+
+    def check(self) -> None:
+        check_whole("refresh_every", self.refresh_every, 1)
+        check_length("prompt_block_length", self.prompt_block_length, optional=True)
+
+    def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
+        stale = super().stale(request, state)
+        if self.refresh_every is None:
+            return stale
+        return stale | (request.nfe - state.built_at >= jnp.asarray(self.refresh_every))
+
+    def prompt_blocks(self, denoiser: DenoiserLike) -> int | None:
+        return self.prompt_block_length
+
+    def init(self, denoiser: DenoiserLike, batch: int, length: int) -> BlockCacheState:
+        if self.prompt_block_length is not None and block_length_of(denoiser) is not None:
+            raise DllmError("prompt_block_length is not for block diffusion models; use the exact cache instead")
+        return super().init(denoiser, batch, length)
+
+    def whole(self, denoiser: DenoiserLike, request: ForwardRequest) -> tuple[jax.Array, Any]:
+        if self.prompt_block_length is None:
+            return super().whole(denoiser, request)
+        kept = self.kept(denoiser, request.first_block)[:, None]
+        blocks = block_causal(request.length, jnp.zeros_like(request.lengths), self.prompt_block_length)
+        visible = jnp.where(jnp.arange(request.length) < kept, blocks, request.lengths[:, None])
+        return full_forward(denoiser, request, visible)
+
+    def rebuild(
+        self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState, rows: jax.Array
+    ) -> tuple[jax.Array, BlockCacheState, jax.Array]:
+        if self.prompt_block_length is None:
+            return super().rebuild(denoiser, request, state, rows)
+        anew, final = rows & (state.final == 0), self.kept(denoiser, request.first_block)
+        hidden, state, _ = super().rebuild(denoiser, request, state, anew)
+        after = lambda part, kv: window_forward(denoiser, part, self._after_prompt(denoiser, part), kv)
+        found, kv = each_row(rows & ~anew, denoiser.batch_parts, after, request, state.kv, reads=True)
+        state = dataclasses.replace(state, kv=kv, final=jnp.where(rows, final, state.final))
+        return jnp.where((rows & ~anew)[:, None, None], found, hidden), state, anew
+
+    def _after_prompt(self, denoiser: DenoiserLike, request: ForwardRequest) -> Window:
+        """Everything after what is kept of the prompt."""
+        kept, least = self.kept(denoiser, request.first_block), denoiser.min_prompt_length
+        width = min(request.longest_suffix + (self.prompt_block_length or 1) - 1, request.length - least)
+        span = Span(jnp.clip(kept, least, request.length - width), width)
+        return Window(span, span.positions >= kept[:, None])

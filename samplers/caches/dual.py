@@ -2,11 +2,11 @@
 
 from dllm_jax.models.denoiser import DenoiserLike
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, BlockCacheState, ForwardRequest, Window, Windows, own_positions
+from samplers.caches.base import BlockCacheState, ForwardRequest, RefreshedCache, Window, Windows, own_positions
 
 
 @pytree()
-class DualCache(BlockCache):
+class DualCache(RefreshedCache):
     """Fast-dLLM's DualCache (arXiv 2505.22618, section 3.2): an approximation, refreshed at every block's start."""
 
     def windows(self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState) -> Windows:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import DenoiserLike, Span, block_length_of
-from dllm_jax.models.kv_cache import put_rows, slice_rows
+from dllm_jax.models.kv_cache import slice_rows
 from dllm_jax.pytree import pytree
 from samplers.caches.base import (
     BlockCache,
@@ -24,27 +24,19 @@ from samplers.caches.base import (
 
 @pytree(static=("block_length", "least"))
 class ExactState(BlockCacheState):
-    """`BlockCacheState`, and how many of each row's first positions have final keys and values.
+    """`BlockCacheState`, and what the model's blocks are.
 
     Attributes:
-        final: [B] int32.
         block_length: of the model's blocks.
         least: the first position that the model can predict.
     """
 
-    final: jax.Array
     block_length: int
     least: int
 
-    def after_reading(self, row: jax.Array, kv: Any, whole: jax.Array) -> Self:
-        """The state in which the first blocks of a row, `whole` positions, are read already.
-
-        Args:
-            kv: their keys and values, [1, N, ...] at positions 0 ... N - 1, some of which may be beyond the buffers.
-        """
-        put = lambda old, new: put_rows(old, new[:, : old.shape[1]], row[None])
-        kv, final = jax.tree.map(put, self.kv, kv), self.final.at[row].set(whole)
-        return dataclasses.replace(self, kv=kv, final=final, built_for=self.built_for.at[row].set(0))
+    def after_reading(self, row: jax.Array, kv: Any, count: jax.Array) -> Self:
+        state = super().after_reading(row, kv, count)
+        return dataclasses.replace(state, built_for=self.built_for.at[row].set(0))
 
     def own(self, request: ForwardRequest) -> jax.Array:
         """[B] int32, where the model's block begins that the active block is, or is a part of."""
@@ -68,8 +60,15 @@ class ExactCache(BlockCache):
         if block_length is None:
             raise DllmError("the exact cache is for block diffusion models; use 'dual' or 'prefix' with this one")
         state = super().init(denoiser, batch, length)
-        least = denoiser.min_prompt_length
-        return ExactState(**vars(state), final=jnp.zeros((batch,), jnp.int32), block_length=block_length, least=least)
+        return ExactState(**vars(state), block_length=block_length, least=denoiser.min_prompt_length)
+
+    def prompt_blocks(self, denoiser: DenoiserLike) -> int | None:
+        return block_length_of(denoiser)
+
+    def kept(self, denoiser: DenoiserLike, first_block: Any) -> Any:
+        """Complete blocks: what predicts a block's first token sees no further than these."""
+        length: Any = block_length_of(denoiser)
+        return first_block // length * length
 
     def stale(self, request: ForwardRequest, state: BlockCacheState) -> jax.Array:
         """Rows that begin; and where the first position is never predicted, and so not refreshed by itself, those where

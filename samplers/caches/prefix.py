@@ -4,14 +4,14 @@ import jax.numpy as jnp
 
 from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, BlockCacheState, ForwardRequest, Window, Windows
+from samplers.caches.base import BlockCacheState, ForwardRequest, RefreshedCache, Window, Windows
 
 WIDTHS = 3
 """Windows that a program holds at most."""
 
 
 @pytree()
-class PrefixCache(BlockCache):
+class PrefixCache(RefreshedCache):
     """Fast-dLLM's prefix cache (arXiv 2505.22618, section 3.2): refreshed at every block's start.
 
     The suffix shrinks from block to block, but shapes are static: the program holds windows of a third, two thirds and

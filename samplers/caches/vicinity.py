@@ -5,12 +5,12 @@ import jax.numpy as jnp
 
 from dllm_jax.models.denoiser import DenoiserLike, Span
 from dllm_jax.pytree import pytree
-from samplers.caches.base import BlockCache, BlockCacheState, ForwardRequest, Window, Windows
+from samplers.caches.base import BlockCacheState, ForwardRequest, RefreshedCache, Window, Windows
 from samplers.checks import check_whole
 
 
 @pytree(static=("prefix_look", "after_look"))
-class VicinityCache(BlockCache):
+class VicinityCache(RefreshedCache):
     """dInfer's vicinity refresh (arXiv 2510.08666): KV drifts most near what was just decoded, so that is kept fresh.
 
     A row's first forwards run everything (warm-up); then keys and values are stored, and rebuilt when the row enters a
@@ -40,6 +40,8 @@ class VicinityCache(BlockCache):
         first = denoiser.min_prompt_length
         width = min(self.prefix_look + request.width + self.after_look, request.length - first)
         low = jnp.maximum(request.block_start - self.prefix_look, first)
+        if self.prompt_block_length is not None:
+            low = jnp.maximum(low, self.kept(denoiser, request.first_block))
         high = jnp.minimum(request.block_end + self.after_look, request.lengths)
         span = Span(jnp.minimum(jnp.minimum(low, request.start), request.length - width), width)
         write = (span.positions >= low[:, None]) & (span.positions < high[:, None])

@@ -120,8 +120,9 @@ class Engine:
                 with room for the requests, so that a step costs what is in it. They are compiled by another thread when
                 requests first fit them, and each takes room for an empty copy of its slots meanwhile.
             prefix_cache: bytes of keys and values of prompts that are kept on the device, so that requests which begin
-                alike read their common beginning once. For block diffusion models under the exact cache; None is
-                256 MiB for these, in pieces of 512 positions, and nothing for others.
+                alike read their common beginning once. For block diffusion models under the exact cache, and others
+                under one with a `prompt_block_length`; None is 256 MiB for these, in pieces of 512 positions, and
+                nothing for others.
             prefill_chunk: positions of a prompt that are read between two steps; None reads a prompt at once. For the
                 same models.
             constraint_states: let single requests set regex or json_schema whose automaton has so many states at most;

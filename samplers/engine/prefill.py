@@ -1,24 +1,24 @@
 """Prompts before their first step: read in pieces between steps, from where a kept prompt ends.
 
-For block diffusion models under the exact cache, whose keys and values of complete blocks depend on nothing that
-follows. A prompt's complete blocks are read into buffers of their own, a piece for each call of the engine, so that a
-long prompt does not hold up the requests that run. Prompts that begin alike share what they share: the longest common
-beginning of a kept prompt is copied instead of read.
+For block diffusion models under the exact cache, and for others under a cache with a `prompt_block_length`: there keys
+and values of a prompt's complete blocks depend on nothing that follows. They are read into buffers of their own, a
+piece for each call of the engine, so that a long prompt does not hold up the requests that run. Prompts that begin
+alike share what they share: the longest common beginning of a kept prompt is copied instead of read.
 """
 
 import collections
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import DllmError, Model
-from dllm_jax.models.denoiser import Denoiser, Span
+from dllm_jax.models.denoiser import Denoiser, Span, block_causal
 from dllm_jax.models.kv_cache import put_rows, with_room
-from samplers.caches import ExactCache
+from samplers.caches.base import BlockCache
 from samplers.checks import check_length, check_whole
 from samplers.config.factory import CanvasSampler
 from samplers.loops.block import BlockSampler
@@ -147,19 +147,19 @@ class Prefill:
             most_bytes: of kept prefixes; 0 keeps none.
 
         Raises:
-            DllmError: for other samplers than the block sampler with the exact cache, and for a mesh that splits the
-                batch.
+            DllmError: for what does not support it.
         """
         check_length("prefill_chunk", chunk, optional=True)
         check_whole("prefix_cache", most_bytes, 0)
         if not supports_prefill(model, sampler):
             raise DllmError(
-                "prefix_cache and prefill_chunk need a block diffusion model under the exact cache, without guidance "
-                "and smoothing, on devices that share each row; leave them out"
+                "prefix_cache and prefill_chunk need a block diffusion model under the exact cache, or a "
+                "prompt_block_length, without guidance and smoothing, on devices that share each row; leave them out"
             )
-        denoiser, shape = model.denoiser, vars(sampler)
-        self._denoiser: Denoiser = denoiser.in_blocks(shape["block_length"])
-        self._block: int = self._denoiser.block_length or 1
+        self._sampler = cast(BlockSampler, sampler)
+        self._cache = cast(BlockCache, self._sampler.cache)
+        self._denoiser: Denoiser = model.denoiser.in_blocks(self._sampler.block_length)
+        self._block = self._cache.prompt_blocks(self._denoiser) or 1
         self._length = self._whole_blocks(prompt_length)
         self.chunk = min(self._whole_blocks(chunk or prompt_length), self._length)
         self._widths = [self.chunk]  # of pieces, each of which is a program
@@ -168,12 +168,12 @@ class Prefill:
         self.store = PrefixStore(most_bytes)
 
     def reads(self, prompt: list[int]) -> bool:
-        """Whether a prompt is read: it has a complete block."""
-        return len(prompt) >= self._block
+        """Whether a prompt is read: it has complete blocks."""
+        return self._whole(prompt) > 0
 
     def begin(self, prompt: list[int]) -> Reading:
         """A prompt that is to be read, from what is kept of it."""
-        whole = len(prompt) // self._block * self._block
+        whole = self._whole(prompt)
         tokens = np.zeros((1, self._length), np.int32)
         tokens[0, : len(prompt)] = prompt
         prefix, count = self.store.find(tokens[0, :whole])
@@ -196,7 +196,7 @@ class Prefill:
             width = next(width for width in reversed(self._widths) if width >= count)
             bounds = np.asarray([[reading.read], [reading.read + count]], np.int32)
             read = _read_first if reading.read == 0 else _read_next
-            reading.kv = read(self._denoiser, reading.kv, reading.tokens, *bounds, width)
+            reading.kv = read(self._denoiser, reading.kv, reading.tokens, *bounds, self._block, width)
             reading.read += count
             if reading.done:
                 self._keep(reading)
@@ -208,30 +208,44 @@ class Prefill:
         if self.store.takes(tokens := reading.tokens[0, : reading.whole], size):
             self.store.keep(Prefix(tokens, _narrowed(reading.kv, width)))
 
+    def _whole(self, prompt: list[int]) -> int:
+        """Positions of a prompt that are read."""
+        (first_block, _), *_ = self._sampler.blocks(len(prompt))
+        return int(self._cache.kept(self._denoiser, first_block))
+
     def _whole_blocks(self, length: int) -> int:
         return max(-(-length // self._block), 1) * self._block
 
 
 def supports_prefill(model: Model, sampler: CanvasSampler) -> bool:
     """Whether prompts of a sampler can be read before its first step."""
-    if not isinstance(sampler, BlockSampler) or not isinstance(sampler.cache, ExactCache):
+    if not isinstance(sampler, BlockSampler) or not isinstance(sampler.cache, BlockCache):
         return False
-    return sampler.guidance is None and sampler.smoothing is None and model.denoiser.batch_parts == 1
+    blocks = sampler.cache.prompt_blocks(model.denoiser)
+    whole_rows = model.denoiser.batch_parts == 1
+    return blocks is not None and sampler.guidance is None and sampler.smoothing is None and whole_rows
 
 
-@functools.partial(jax.jit, static_argnums=5, donate_argnums=1)
-def _read_first(denoiser: Denoiser, kv: Any, tokens: jax.Array, low: jax.Array, high: jax.Array, width: int) -> Any:
-    """The buffers with the keys and values of the first `width` positions; `low` is 0."""
-    _, new = denoiser.forward(tokens[:, :width], high, outputs=Span(low + denoiser.min_prompt_length, 1))
+@functools.partial(jax.jit, static_argnums=(5, 6), donate_argnums=1)
+def _read_first(
+    denoiser: Denoiser, kv: Any, tokens: jax.Array, low: jax.Array, high: jax.Array, block: int, width: int
+) -> Any:
+    """The buffers with the keys and values of the first `width` positions, in blocks; `low` is 0."""
+    visible = jnp.minimum(block_causal(width, low, block), high[:, None])
+    _, new = denoiser.forward(tokens[:, :width], visible, outputs=Span(low + denoiser.min_prompt_length, 1))
     return jax.tree.map(lambda old, new: put_rows(old, new, jnp.zeros(1, jnp.int32)), kv, new)
 
 
-@functools.partial(jax.jit, static_argnums=5, donate_argnums=1)
-def _read_next(denoiser: Denoiser, kv: Any, tokens: jax.Array, low: jax.Array, high: jax.Array, width: int) -> Any:
-    """The buffers with the keys and values of positions [low, high), `width` at most."""
+@functools.partial(jax.jit, static_argnums=(5, 6), donate_argnums=1)
+def _read_next(
+    denoiser: Denoiser, kv: Any, tokens: jax.Array, low: jax.Array, high: jax.Array, block: int, width: int
+) -> Any:
+    """The buffers with the keys and values of positions [low, high), `width` at most, in blocks."""
+    width = min(width, tokens.shape[1] - denoiser.min_prompt_length)
     span = Span(jnp.minimum(low, tokens.shape[1] - width), width)
     write = (span.positions >= low[:, None]) & (span.positions < high[:, None])
-    return denoiser.forward(tokens, high, at=span, kv=kv, write=write, outputs=Span(span.start, 1))[1]
+    visible = jnp.minimum(block_causal(tokens.shape[1], jnp.zeros_like(low), block), high[:, None])
+    return denoiser.forward(tokens, visible, at=span, kv=kv, write=write, outputs=Span(span.start, 1))[1]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -443,6 +443,7 @@ class BlockSampler:
         request = ForwardRequest(
             inputs=self._inputs(denoiser, state),
             lengths=self._ends(canvas),
+            first_block=jnp.maximum(canvas.prompt_lengths - prompt_part, least),
             block=state.block,
             block_start=jnp.maximum(canvas.prompt_lengths + first, least),
             block_end=canvas.prompt_lengths + jnp.minimum(first + self.width, canvas.gen_lengths),
