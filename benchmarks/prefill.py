@@ -1,9 +1,10 @@
 """What reading prompts between steps gains: `python -m benchmarks.prefill --json benchmarks/results/prefill-cpu.json`.
 
-A random block diffusion model (SDAR's architecture, 29 million parameters) in float32, and an engine of eight slots.
+A random model of 29 million parameters, in SDAR's form under the exact cache or in LLaDA's under the dual one, in
+float32, and an engine of eight slots.
 
 * together: requests with one long beginning arrive at once; seconds until each has its first block, and all are done,
-  with and without kept prefixes.
+  if it is read for each request and if it is read once; LLaDA's also if it is read in each refresh, as usual.
 * between: while four requests are being answered a long prompt arrives; the longest call of the engine from then until
   its row begins, over the usual one, which runs one step of the four, with the prompt at once and in pieces.
 
@@ -30,18 +31,23 @@ Row = dict[str, Any]
 
 BLOCK = 32
 
+PUBLISHED = {"sdar": "sdar-8b-chat", "llada": "llada-8b-instruct"}
 
-def model_of(dtype: str, room: int) -> Model:
+
+def model_of(family: str, dtype: str, room: int) -> Model:
     """The model, with a context of `room` positions."""
     sizes = {"vocab_size": 8192, "embed_dim": 384, "num_layers": 13, "mlp_dim": 1024, "head_dim": 64}
-    heads = {"num_heads": 6, "num_kv_heads": 6, "max_length": room, "block_length": BLOCK}
+    heads = {"num_heads": 6, "num_kv_heads": 6, "max_length": room}
+    heads |= {"block_length": BLOCK} if family == "sdar" else {}
     ids = {"mask_id": 8191, "eos_id": 2, "pad_id": 2, "bos_id": 1, "end_ids": (2,)}
-    return random_model(published_config("sdar-8b-chat").replace(dtype=dtype, **sizes, **heads, **ids))
+    return random_model(published_config(PUBLISHED[family]).replace(dtype=dtype, **sizes, **heads, **ids))
 
 
 def engine_of(model: Model, options: argparse.Namespace, **own: Any) -> Engine:
     """Answers of two blocks, four tokens a forward, so that all have as many forwards."""
-    shape: dict[str, Any] = {"gen_length": 2 * BLOCK, "block_length": BLOCK, "cache": "exact", "ignore_eos": True}
+    shape: dict[str, Any] = {"gen_length": 2 * BLOCK, "block_length": BLOCK, "ignore_eos": True}
+    in_blocks = {"cache": "dual", "prompt_block_length": options.chunk}
+    shape |= in_blocks if options.family == "llada" else {"cache": "exact"}
     shape |= {"slots": 8, "prompt_length": options.prefix + BLOCK}
     made = Engine(model, "topk:k=4", **{**shape, **own})
     made.compile()
@@ -51,7 +57,11 @@ def engine_of(model: Model, options: argparse.Namespace, **own: Any) -> Engine:
 def together(model: Model, options: argparse.Namespace) -> list[Row]:
     """Requests with a common beginning, by an engine that reads it for each of them and one that reads it once."""
     found = []
-    for name, own in (("each", {}), ("once", {"prefix_cache": 1 << 30, "prefill_chunk": options.chunk})):
+    ways: dict[str, dict[str, Any]] = {"for each request": {}}
+    ways["once"] = {"prefix_cache": 1 << 30, "prefill_chunk": options.chunk}
+    if options.family == "llada":
+        ways = {"in each refresh": {"prompt_block_length": None}, **ways}
+    for name, own in ways.items():
         engine, seen = engine_of(model, options, **own), list[Row]()
         for repeat in range(options.repeats + 1):  # the first compiles
             rng = np.random.default_rng(repeat)
@@ -69,7 +79,7 @@ def together(model: Model, options: argparse.Namespace) -> list[Row]:
         medians = {key: statistics.median(row[key] for row in seen[1:]) for key in seen[0]}
         found.append({"what": "together", "beginning_is_read": name, **medians})
     for row in found:
-        row["over_each"] = found[0]["first_block_seconds"] / row["first_block_seconds"]
+        row["over_first"] = found[0]["first_block_seconds"] / row["first_block_seconds"]
     return found
 
 
@@ -105,9 +115,9 @@ def _seconds(engine: Engine) -> tuple[float, list[Request]]:
 
 def report(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured."""
-    model = model_of(options.dtype, options.prefix + 8 * BLOCK)
+    model = model_of(options.family, options.dtype, options.prefix + 8 * BLOCK)
     about = {"device": jax.devices()[0].device_kind, "cores": os.cpu_count(), "load_average_before": options.load}
-    numbers = {name: getattr(options, name) for name in ("dtype", "prefix", "requests", "chunk", "repeats")}
+    numbers = {name: getattr(options, name) for name in ("family", "dtype", "prefix", "requests", "chunk", "repeats")}
     return {**about, "jax": jax.__version__, **numbers, "rows": together(model, options) + between(model, options)}
 
 
@@ -120,9 +130,10 @@ def show(rows: Sequence[Row]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--family", choices=sorted(PUBLISHED), default="sdar")
     add("--prefix", type=int, default=2048, help="tokens of the long beginning (default 2048)")
     add("--requests", type=int, default=32, help="that share it (default 32)")
-    add("--chunk", type=int, default=128, help="positions that are read between two steps (default 128)")
+    add("--chunk", type=int, default=128, help="positions that are read between two steps, LLaDA's block (default 128)")
     add("--repeats", type=int, default=3)
     add("--dtype", help="float32 on a CPU, bfloat16 elsewhere")
     add("--json", type=Path, metavar="FILE")

@@ -223,10 +223,8 @@ class BlockCache:
         return None
 
     def kept(self, denoiser: DenoiserLike, first_block: Any) -> Any:
-        """How many positions of a prompt are read only once, where there are `prompt_blocks`: complete blocks before
-        the first one that is decoded, and before what predicts its first token."""
-        length: Any = self.prompt_blocks(denoiser)
-        return (first_block - denoiser.min_prompt_length) // length * length
+        """How many positions of a prompt are read only once, before the first block that is decoded."""
+        return first_block * 0
 
     def rebuild(
         self, denoiser: DenoiserLike, request: ForwardRequest, state: BlockCacheState, rows: jax.Array
@@ -291,9 +289,9 @@ class RefreshedCache(BlockCache):
         refresh_every: rebuild also in every N-th forward after the one that built them; None rebuilds at block starts
             only. Default: none, as published; more refreshes are nearer to no cache, and slower.
         prompt_block_length: read the prompt once, in blocks of so many tokens, each of which sees itself and what is
-            before it, and never refresh them; what does not fill a block belongs to the canvas. None refreshes the
-            prompt with the rest. Default: none, as models were trained; with it a refresh costs what the canvas does,
-            and an engine reads prompts that begin alike once.
+            before it, and never refresh them; its last complete block, and what does not fill one, are read with the
+            canvas. None refreshes the prompt with the rest. Default: none, as models were trained; with it a refresh
+            costs little more than the canvas does, and an engine reads prompts that begin alike once.
     """
 
     refresh_every: int | jax.Array | None = None
@@ -311,6 +309,11 @@ class RefreshedCache(BlockCache):
 
     def prompt_blocks(self, denoiser: DenoiserLike) -> int | None:
         return self.prompt_block_length
+
+    def kept(self, denoiser: DenoiserLike, first_block: Any) -> Any:
+        """All complete blocks but the last: a prompt's end must see the canvas (measured: docs/serving.md)."""
+        length: Any = self.prompt_block_length
+        return jnp.maximum(first_block // length - 1, 0) * length
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> BlockCacheState:
         if self.prompt_block_length is not None and block_length_of(denoiser) is not None:
@@ -340,6 +343,6 @@ class RefreshedCache(BlockCache):
     def _after_prompt(self, denoiser: DenoiserLike, request: ForwardRequest) -> Window:
         """Everything after what is kept of the prompt."""
         kept, least = self.kept(denoiser, request.first_block), denoiser.min_prompt_length
-        width = min(request.longest_suffix + (self.prompt_block_length or 1) - 1, request.length - least)
+        width = min(request.longest_suffix + 2 * (self.prompt_block_length or 1) - 1, request.length - least)
         span = Span(jnp.clip(kept, least, request.length - width), width)
         return Window(span, span.positions >= kept[:, None])
