@@ -59,6 +59,7 @@ from samplers.sampler import Result, Sampler, sample, sample_jit, stream
 from samplers.serialization import export
 from samplers.stopping import Stop, stop_on
 from samplers.text.decode import TextStream, text_of
+from samplers.text.prompts import Conversation
 from samplers.tokens.noise import KeyNoise, Noise
 from samplers.tokens.predictions import Predictions, Sampling
 from samplers.tokens.smoothing import Smoothing
@@ -78,6 +79,7 @@ __all__ = [
     "Canvas",
     "Constraint",
     "ContextBlocks",
+    "Conversation",
     "ContextState",
     "Credit",
     "Decision",

@@ -44,7 +44,7 @@ def generate(
     A row's answer depends on its prompt, its number in the list and the seed; not on its neighbours or batch_size.
 
     Args:
-        prompts: one string, or a list whose items are strings, token ids or lists of chat messages.
+        prompts: one string, or a list whose items are strings, token ids, lists of chat messages or `Conversation`s.
         sampler, options: as `make_sampler` takes them.
         chat: take strings as a user's message in the model's chat format; system: with this system message.
         seed: of the random numbers, if any are drawn.

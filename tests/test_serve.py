@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -23,6 +24,7 @@ import httpx
 import jax
 import openai
 import pytest
+import test_calls
 from browser import CHROMIUM, Browser
 from conftest import wait_until
 from pydantic import ValidationError
@@ -31,7 +33,7 @@ import dllm_jax
 from convert import embedded
 from dllm_jax import DllmError
 from dllm_jax.families import FAMILIES
-from dllm_jax.text.tokenizer import encode_chat, load_tokenizer, without_special_tokens
+from dllm_jax.text.tokenizer import encode_chat, encode_text, load_tokenizer, without_special_tokens
 from samplers import Engine, decide, generate, infill, make_sampler, sample_jit
 from samplers.cli import sample as cli
 from samplers.generation import answer
@@ -705,11 +707,8 @@ def test_openais_client_raises_its_own_errors(served):
         served.client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         served.client.chat.completions.create(model="tiny", messages=_user("a"), logprobs=True, top_logprobs=3)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        served.client.chat.completions.create(model="tiny", messages=_user("a"), tools=[tool])
     with pytest.raises(openai.UnprocessableEntityError, match="role"):
-        served.client.chat.completions.create(model="tiny", messages=[{"role": "tool", "content": "a"}])
+        served.client.chat.completions.create(model="tiny", messages=[{"role": "robot", "content": "a"}])
     with pytest.raises(openai.NotFoundError):
         served.client.models.retrieve("other")
     assert [found.id for found in served.client.models.list()] == [served.client.models.retrieve("tiny").id] == ["tiny"]
@@ -1534,6 +1533,55 @@ def test_answers_have_the_form_that_is_asked_for(start):
         ]:
             with pytest.raises(openai.BadRequestError, match=word):
                 chat(**options)
+
+
+def test_tools_are_called(start, model):
+    """By an answer that must, one that may, and in a stream; what the next turn brings reaches the template."""
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.chat_template = test_calls.TEMPLATE
+    own, room = dataclasses.replace(model, tokenizer=tokenizer), {"gen_length": 112, "block_length": 112}
+    number = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": number}}]
+    form = r'<think>[ab]{2}</think>(yes)<tool_call>\{"name": "f", "arguments": \{"a": [12]\}\}</tool_call>'
+    with start(of=own, room={**room, "prompt_length": 140, "constraint_states": 160}, slots=2) as found:
+        client = _client(found.url)
+
+        def chat(messages=({"role": "user", "content": "Hi"},), **options):
+            return client.chat.completions.create(model="tiny", messages=messages, seed=1, tools=tools, **options)
+
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            answer = chat(tool_choice=choice).choices[0]
+            (call,) = answer.message.tool_calls
+            assert call.function.name == "f" and json.loads(call.function.arguments)["a"] in (1, 2)
+            assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        answer = chat(extra_body={"regex": form}).choices[0]
+        assert answer.message.content == "yes" and answer.message.reasoning_content in ("aa", "ab", "ba", "bb")
+        assert answer.message.tool_calls[0].function.name == "f" and answer.finish_reason == "tool_calls"
+        deltas = [part.choices[0] for part in chat(extra_body={"regex": form}, stream=True)]
+        assert "".join(one.delta.content or "" for one in deltas) == "yes"
+        assert (
+            "".join(getattr(one.delta, "reasoning_content", "") for one in deltas) == answer.message.reasoning_content
+        )
+        (streamed,) = [call for one in deltas for call in one.delta.tool_calls or []]
+        assert streamed.function.arguments == answer.message.tool_calls[0].function.arguments
+        assert deltas[-1].finish_reason == "tool_calls"
+        turns = [answer.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": "1", "content": "7"}]
+        opened = chat(turns, tool_choice="none", extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+        read = f"assistant: <think>{answer.message.reasoning_content}</think>yes<tool_call>"
+        read += f'{{"name": "f", "arguments": {streamed.function.arguments}}}</tool_call>\ntool: 7\nassistant: <think>'
+        assert opened.usage.prompt_tokens == len(encode_text(tokenizer, read))
+        assert opened.choices[0].message.reasoning_content is not None
+        raw = chat(tool_choice="none", extra_body={"regex": form, "separate_reasoning": False}).choices[0].message
+        assert raw.content.startswith("<think>") and raw.tool_calls is None
+        with pytest.raises(openai.BadRequestError, match="takes no 'color'"):
+            chat(extra_body={"chat_template_kwargs": {"color": "red"}})
+
+
+def test_tools_need_a_template_that_takes_them(served):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for options, word in [({}, "not read here"), ({"tool_choice": "required"}, "constraint_states")]:
+        with pytest.raises(openai.BadRequestError, match=word):
+            served.client.chat.completions.create(model="tiny", messages=_user("a"), tools=tools, **options)
 
 
 def test_a_form_needs_a_server_with_room_for_it(served):

@@ -14,6 +14,7 @@ over the family's built-in one.
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import logging
 import re
@@ -44,7 +45,7 @@ TOKENIZER_FILES = (
 )
 """Files that are read from a folder; converters copy those that exist."""
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 ASCII_VOCAB = "token ids 0-127 are ASCII bytes"
 _ASCII_TOKENS = {"eos_id": "<|endoftext|>", "mask_id": "<|mask|>", "eot_id": "<|eot_id|>"}
 
@@ -189,24 +190,37 @@ def without_special_tokens(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedT
     raise DllmError(f"the tokenizer cannot write {token} as plain text; serve it with --allow-special-tokens")
 
 
-def chat_pieces(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
-    """A conversation as `chat_text` writes it, in pieces for `encode_pieces`; errors as of that.
+def chat_pieces(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any] | None = None,
+) -> list[str | int]:
+    """A conversation as `chat_text` writes it, in pieces for `encode_pieces`; arguments and errors as of that.
 
     One piece as a rule. With a tokenizer of `without_special_tokens` the template's special tokens are pieces of their
     own, as ids, and those that messages hold stay text.
     """
     if not tokenizer.split_special_tokens:
-        return [chat_text(tokenizer, messages)]
+        return [chat_text(tokenizer, messages, template)]
     check_messages(messages)
     special = special_tokens(tokenizer)
     pattern = _any_of(special)
-    # A character that no message holds, behind every one of a special token in a message, tells it from the template's.
-    texts = "".join(message["content"] for message in messages)
+    # A character that nothing holds, behind every one of a special token in a message, tells it from the template's.
+    texts = repr((messages, template))
     mark = next((char for char in map(chr, range(0xE000, 0xF900)) if char not in texts), "\ue000")
     marked = lambda text: re.sub(pattern, lambda match: "".join(char + mark for char in match[0]), text)
-    turns = [{**message, "content": marked(message["content"])} for message in messages]
-    pieces = re.split(f"({pattern})(?!{mark})", chat_text(tokenizer, turns))
+    turns, template = _mapped(marked, [*messages]), _mapped(marked, template or {})
+    pieces = re.split(f"({pattern})(?!{mark})", chat_text(tokenizer, turns, template))
     return [special[piece] if place % 2 else piece.replace(mark, "") for place, piece in enumerate(pieces)]
+
+
+def _mapped(change: Callable[[str], str], value: Any) -> Any:
+    """Plain values with their texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _mapped(change, own) for name, own in value.items()}
+    return [_mapped(change, own) for own in value] if isinstance(value, list | tuple) else value
 
 
 def encode_pieces(tokenizer: "PreTrainedTokenizerBase", pieces: Sequence[str | int]) -> list[int]:
@@ -221,17 +235,23 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping
 
 
 def chat_text(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, continued: bool = False
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any] | None = None,
+    *,
+    continued: bool = False,
 ) -> str:
     """A conversation in the model's chat format, its start token included: text for `encode_text`.
 
     Args:
-        messages: `[{"role": "user", "content": "..."}, ...]`; roles are system, user and assistant.
+        messages: `[{"role": "user", "content": "..."}, ...]`; roles are system, user, assistant and tool.
+        template: what else the chat template takes, such as tools and enable_thinking.
         continued: the last message, the assistant's, is the beginning of its answer, and the text ends right after it.
             Otherwise the text ends with the opening of the assistant's turn.
 
     Raises:
-        DllmError: for messages of another shape, a tokenizer without chat template, and a template that fails.
+        DllmError: for messages of another shape, a tokenizer without chat template, and a template that fails or takes
+            none of that.
     """
     check_messages(messages)
     turns = [dict(message) for message in messages]
@@ -239,7 +259,7 @@ def chat_text(
         if turns[-1]["role"] != "assistant":
             raise DllmError(f"the last message is the {turns[-1]['role']}'s; only one of the assistant is continued")
         turns[-1]["content"] += _CUT
-    text = _render(tokenizer, turns, opened=not continued)
+    text = _render(tokenizer, turns, template or {}, opened=not continued)
     if not continued:
         return text
     before, found, _ = text.partition(_CUT)  # templates end the turn after it, and may open another
@@ -280,7 +300,7 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     own = [message for message in marked if message["role"] == "assistant"]
     for message in own:
         message["content"] = f"{_CUT}{message['content']}{_CUT}"
-    given, *rest = _render(tokenizer, marked, opened=False).split(_CUT)
+    given, *rest = _render(tokenizer, marked, {}, opened=False).split(_CUT)
     if len(rest) != 2 * len(own):
         raise DllmError("the chat template leaves out or rewrites messages of the assistant, which cannot be learned")
     added = tokenizer.get_added_vocab()
@@ -293,15 +313,21 @@ def chat_turns(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[
     return turns
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], *, opened: bool) -> str:
+def _render(
+    tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, Any]], template: Mapping[str, Any], *, opened: bool
+) -> str:
     """The chat template's text of messages, with the assistant's turn opened after them or not."""
     if not tokenizer.chat_template:
         raise DllmError(
             "the tokenizer has no chat template, so its model takes no conversations: write the prompt as it knows it, "
             "without chat; or put a chat_template.jinja into the checkpoint's folder"
         )
+    ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools"} | {"messages"}
+    for name in template:
+        if name in ours or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise DllmError(f"the model's chat template takes no {name!r:.60}; leave it out")
     try:
-        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=opened, tokenize=False))
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=opened, tokenize=False, **template))
     except Exception as error:  # a template can fail in any way a program can
         raise DllmError(f"the chat template failed ({_reason(error)}); check the messages or the template") from error
 

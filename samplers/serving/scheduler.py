@@ -28,10 +28,11 @@ from samplers.engine.requests import Request, Update
 from samplers.generation import Generation
 from samplers.infill import Infilling, config_for_gaps, escape_gaps, infilling_of, prepare_infill, requests_for
 from samplers.sampler import describe_broken
+from samplers.serving.calls import THOUGHT, PartStream, Reading, habits_of
 from samplers.serving.engine_thread import EngineThread, Job
 from samplers.serving.errors import Fault, stopping_fault
 from samplers.serving.metrics import Metrics
-from samplers.serving.schemas import Body, CanvasBody, CompletionBody, DecideBody, InfillBody, TextBody
+from samplers.serving.schemas import Body, CanvasBody, ChatBody, CompletionBody, DecideBody, InfillBody, TextBody
 from samplers.serving.shapes import Json, Shape, token_scores, usage_of
 from samplers.stopping import stop_strings
 from samplers.text.decode import TextStream, text_of
@@ -156,6 +157,7 @@ class Service:
         # With a tokenizer of its own: the event loop decodes meanwhile, and one tokenizer is not safe in two threads.
         own = copy.deepcopy if limits.special_tokens else without_special_tokens
         self.reader = dataclasses.replace(engine.model, tokenizer=own(engine.model.require_tokenizer()))
+        self._habits = habits_of(str(self.reader.require_tokenizer().chat_template or ""))
         self._busy, self._waiting = 0, 0
         self.tickets: dict[Job, Ticket] = {}
         self._admitted_at: dict[Job, float] = {}
@@ -187,22 +189,27 @@ class Service:
         usage = {"usage": None} if body.with_usage else {}
         chunk = lambda job, **fields: {**head, "choices": [{"index": job.index, **_BLANK, **fields}], **usage}
         texts = {job: self._text_stream(body) for job in ticket.jobs}
+        parts = {job: PartStream(self._reading(body, job)) for job in ticket.jobs}
         for job in ticket.jobs:
             if (opening := shape.opening()) is not None:
                 yield chunk(job, **opening)
             if echo := self._echo(body, job):
-                yield chunk(job, **shape.delta(echo))
+                yield chunk(job, **shape.delta({"content": echo}))
         async for job, update in ticket.updates():
             if not update.done:
-                if job.plan is None and (new := texts[job].feed(update.tokens[: update.final].tolist())):
-                    yield chunk(job, **shape.delta(new))
+                new = "" if job.plan is not None else texts[job].feed(update.tokens[: update.final].tolist())
+                for part in parts[job].feed(new):
+                    yield chunk(job, **shape.delta(part))
                 continue
             answer = answer_of(self.reader, job)
             rest = texts[job].finish(answer.tokens) if job.plan is None else _text(answer)
+            *others, last = parts[job].feed(rest, final=True) or [{}]
+            for part in others:
+                yield chunk(job, **shape.delta(part))
             scores = self._logprobs(shape, body, job, answer)
-            if rest or scores:
-                yield chunk(job, **shape.delta(rest), **scores)
-            yield chunk(job, **shape.delta(""), **self._ending(body, job, answer))
+            if last or scores:
+                yield chunk(job, **shape.delta(last), **scores)
+            yield chunk(job, **shape.delta({}), **self._ending(body, job, answer, called=parts[job].called))
         if body.with_usage:
             yield {**head, "choices": [], "usage": self._usage(body, ticket.ended(), ticket)}
 
@@ -318,6 +325,8 @@ class Service:
             sentence = f"the model {body.model!r:.80} does not exist here; this server has {self.name}"
             raise Fault(404, sentence, param="model", code="model_not_found")
         body.check()
+        if isinstance(body, ChatBody):
+            body.check_habits(self._habits)
         most = self.engine.sampler.gen_length
         if body.length is not None and body.length > most and not self.limits.clamp:
             raise Fault(400, f"max_tokens {body.length} exceeds {most}, this server's limit", param="max_tokens")
@@ -514,9 +523,14 @@ class Service:
         }
 
     def _choice(self, shape: Shape, body: CompletionBody, job: Job, answer: Generation) -> Json:
-        text = self._echo(body, job) + _text(answer)
-        own = {**shape.choice(text), **self._logprobs(shape, body, job, answer)}
-        return {"index": job.index, **_BLANK, **own, **self._ending(body, job, answer)}
+        message, called = self._reading(body, job).message(self._echo(body, job) + _text(answer))
+        own = {**shape.choice(message), **self._logprobs(shape, body, job, answer)}
+        return {"index": job.index, **_BLANK, **own, **self._ending(body, job, answer, called=called)}
+
+    def _reading(self, body: CompletionBody, job: Job) -> Reading:
+        """How an answer is read."""
+        end = str(self.reader.require_tokenizer().decode(job.request.prompt[-8:])) if self._habits.thinks else ""
+        return body.reading(self._habits, opened=end.rstrip().endswith(THOUGHT))
 
     def _usage(self, body: Body, answers: Sequence[Generation], ticket: Ticket) -> Json:
         """As `usage_of`, and `max_tokens` where less were generated than asked for because the canvas is no longer."""
@@ -538,16 +552,17 @@ class Service:
         alternatives = body.top, job.request.top
         return {"logprobs": shape.logprobs(token_scores(self.engine.model, answer, self._stops(body), *alternatives))}
 
-    def _ending(self, body: Body, job: Job, answer: Generation) -> Json:
-        """Why an answer ended: "stop", an end token or a stop pattern, or "length", a full canvas; and the stop string
-        that did it, if one did."""
+    def _ending(self, body: Body, job: Job, answer: Generation, *, called: bool = False) -> Json:
+        """Why an answer ended: "stop", an end token or a stop pattern, "length", a full canvas, or "tool_calls", if it
+        has `called` some; and the stop string that did it, if one did."""
         if job.plan is not None:  # a gap is as long as it was asked to be
             return {"finish_reason": "length", "stop_reason": None}
         stops = stop_strings(self._stops(body))
         cut = text_of(self.engine.model, answer.tokens)[len(answer.text) :] if stops else ""
         full = len(answer.tokens) == job.request.gen_length
         stop = next((text for text in stops if cut.startswith(text)), None)
-        return {"finish_reason": "length" if full and not cut else "stop", "stop_reason": stop}
+        reason = "tool_calls" if called else "length" if full and not cut else "stop"
+        return {"finish_reason": reason, "stop_reason": stop}
 
     def _stops(self, body: Body) -> tuple[str | int, ...]:
         return (*self.engine.stop, *body.stops)

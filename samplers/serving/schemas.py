@@ -1,6 +1,7 @@
 """What the body of a request may contain. As OpenAI does, unknown fields are refused: a misspelt number would change
 the answer silently."""
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -8,8 +9,10 @@ from pydantic_core import PydanticCustomError
 
 from samplers.constraints.automaton import ANY_OBJECT
 from samplers.engine.slots import MOST_BIASES
+from samplers.serving.calls import Habits, Reading, call_schema
 from samplers.serving.errors import Fault
 from samplers.serving.shapes import ChatShape, Shape, TextShape
+from samplers.text.prompts import Conversation
 
 MOST_NUMBER = 1e9
 MOST_ITEMS = 4096
@@ -90,15 +93,47 @@ class TextPart(BaseModel):
     cache_control: Any = None
 
 
+class CalledFunction(BaseModel):
+    """A function's name and its arguments, the text of a JSON object."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: String
+    arguments: String
+
+
+class ToolCall(BaseModel):
+    """A call of a tool in a message of the assistant."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["function"] = "function"
+    id: String | None = None
+    index: int | None = None
+    function: CalledFunction
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The call as chat templates take it; raises Fault for arguments that are no JSON object."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise Fault(400, "the arguments of a tool call must be a JSON object", param="messages")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class ChatMessage(BaseModel):
     """A turn of a conversation. Other fields of this server's own messages may come back empty."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: String | list[TextPart] | None = None
+    reasoning_content: String | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: String | None = None
 
     @property
-    def turn(self) -> dict[str, str]:
+    def turn(self) -> dict[str, Any]:
         """The message as chat templates take it.
 
         Raises:
@@ -109,7 +144,41 @@ class ChatMessage(BaseModel):
                 raise Fault(400, f"messages with {name!r:.60} are not supported by this server", param="messages")
         parts = self.content if isinstance(self.content, list) else None
         text = "".join(part.text for part in parts) if parts is not None else self.content or ""
-        return {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+        calls = [call.call for call in self.tool_calls or ()] or None
+        own = {"reasoning_content": self.reasoning_content, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        return found | {name: value for name, value in own.items() if value is not None}
+
+
+class Function(BaseModel):
+    """A function that a model may call. Its schema is kept where the call is forced, strict or not."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: String | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool; it must be a function."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    name: String
+
+
+class ToolChoice(BaseModel):
+    """The function that must be called."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["function"]
+    function: FunctionName
 
 
 class NamedSchema(BaseModel):
@@ -245,6 +314,14 @@ class CompletionBody(FormedBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    def reading(self, habits: Habits, opened: bool) -> Reading:
+        """How the answer is read.
+
+        Args:
+            opened: whether the prompt has begun a thought.
+        """
+        return Reading()
+
     @property
     def with_usage(self) -> bool:
         """Whether a stream ends with counts of tokens."""
@@ -258,6 +335,47 @@ class ChatBody(CompletionBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[String, bool | int | float | String] | None = None
+    separate_reasoning: bool = True
+
+    @property
+    def callable(self) -> list[Function]:
+        """The functions that the answer may call."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+
+    @property
+    def forced(self) -> list[Function]:
+        """Those of which it must call one."""
+        if isinstance(self.tool_choice, ToolChoice):
+            name = self.tool_choice.function.name
+            return [function for function in self.callable if function.name == name]
+        return self.callable if self.tool_choice == "required" else []
+
+    @property
+    def form(self) -> dict[str, Any]:
+        if not self.forced:
+            return super().form
+        return {"json_schema": call_schema([(function.name, function.parameters) for function in self.forced])}
+
+    def reading(self, habits: Habits, opened: bool) -> Reading:
+        thinks, several = habits.thinks and self.separate_reasoning, self.parallel_tool_calls is not False
+        return Reading(thinks, opened, bool(self.callable), several, bool(self.forced))
+
+    def check_habits(self, habits: Habits) -> None:
+        """Raises Fault for tools whose calls would not be found in the answer."""
+        if self.callable and not self.forced and not habits.calls:
+            sentence = "the calls that this model's chat template asks for are not read here; force one by tool_choice"
+            raise Fault(400, sentence, param="tools")
+
+    def check(self) -> None:
+        super().check()
+        if self.tool_choice not in (None, "none", "auto") and not self.forced:
+            raise Fault(400, "tool_choice wants a function that is not among the tools", param="tool_choice")
+        if self.forced and super().form:
+            raise Fault(400, "a forced call has a form of its own; leave out response_format and regex", param="tools")
 
     @property
     def length(self) -> int | None:
@@ -268,7 +386,11 @@ class ChatBody(CompletionBody):
 
     @property
     def prompts(self) -> list[Any]:
-        return [[message.turn for message in self.messages]]
+        template: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        if self.callable:
+            about = [function.model_dump(exclude_none=True, exclude={"strict"}) for function in self.callable]
+            template["tools"] = [{"type": "function", "function": function} for function in about]
+        return [Conversation([message.turn for message in self.messages], template)]
 
     @property
     def with_logprobs(self) -> bool:

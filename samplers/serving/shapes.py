@@ -97,16 +97,16 @@ class ChatShape:
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     @staticmethod
-    def choice(text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def choice(message: Json) -> Json:
+        return {"message": {"role": "assistant", "refusal": None, **message}}
 
     @staticmethod
     def opening() -> Json | None:
         return {"delta": {"role": "assistant", "content": "", "refusal": None}}
 
     @staticmethod
-    def delta(text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    def delta(part: Json) -> Json:
+        return {"delta": part}
 
     @staticmethod
     def logprobs(tokens: Sequence[TokenScore]) -> Json:
@@ -121,16 +121,16 @@ class TextShape:
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     @staticmethod
-    def choice(text: str) -> Json:
-        return {"text": text}
+    def choice(message: Json) -> Json:
+        return {"text": message["content"]}
 
     @staticmethod
     def opening() -> Json | None:
         return None
 
     @staticmethod
-    def delta(text: str) -> Json:
-        return {"text": text}
+    def delta(part: Json) -> Json:
+        return {"text": part.get("content", "")}
 
     @staticmethod
     def logprobs(tokens: Sequence[TokenScore]) -> Json:

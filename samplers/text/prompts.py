@@ -1,5 +1,6 @@
 """Prompts as token ids, and rows of them as one array."""
 
+import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,23 @@ from samplers.checks import check_token
 from samplers.config.factory import CanvasSampler
 from samplers.inputs import check_context
 
-Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages, and what else the model's chat template takes.
+
+    Attributes:
+        messages: of roles system, user, assistant and tool; the assistant's may have `tool_calls`.
+        template: such as {"tools": [...], "enable_thinking": False}.
+    """
+
+    messages: Sequence[Message]
+    template: Mapping[str, Any] | None = None
+
+
+Prompt = str | Sequence[int] | Sequence[Message] | Conversation
 
 
 def bucket_length(length: int) -> int:
@@ -85,7 +101,7 @@ def check_prompts(prompts: Any) -> None:
 def encode_prompt(
     model: Model, prompt: Prompt, *, chat: bool = False, system: str | None = None, most: int | None = None
 ) -> list[int]:
-    """Token ids of a prompt: raw text, a user's chat message (`chat`), a list of messages, or ids as they are.
+    """Token ids of a prompt: raw text, a user's chat message (`chat`), a conversation, or ids as they are.
 
     Args:
         most: largest number of tokens; by default the model's context. A text that must have more, by its size, is
@@ -100,11 +116,14 @@ def encode_prompt(
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
         return _check_ids(model, _encode(model, [prompt], most))
+    talk = prompt if isinstance(prompt, Conversation) else Conversation([])
+    prompt = prompt.messages if isinstance(prompt, Conversation) else prompt
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        return _check_ids(model, _encode(model, chat_pieces(model.require_tokenizer(), [*head, *prompt]), most))
+        pieces = chat_pieces(model.require_tokenizer(), [*head, *prompt], talk.template)
+        return _check_ids(model, _encode(model, pieces, most))
     if len(prompt) > most:
         raise PromptTooLong(len(prompt), most)
     return _check_ids(model, prompt.tolist() if isinstance(prompt, (np.ndarray, jax.Array)) else prompt)
