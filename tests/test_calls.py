@@ -7,6 +7,7 @@ import pytest
 from conftest import refuses
 
 from convert import embedded
+from dllm_jax import DllmError
 from dllm_jax.text.tokenizer import chat_pieces, chat_text, encode_pieces, load_tokenizer, without_special_tokens
 from samplers.constraints.automaton import schema_regex
 from samplers.serving.calls import Habits, PartStream, Reading, call_schema, habits_of
@@ -173,3 +174,12 @@ def test_special_tokens_of_tools_and_calls_are_text(tokenizer) -> None:
     assert set(tokenizer.all_special_ids) & set(
         encode_pieces(tokenizer, chat_pieces(tokenizer, talk, {"tools": [tool]}))
     )
+
+
+def test_what_is_nested_too_deeply_is_refused(tokenizer) -> None:
+    deep: list = []
+    for _ in range(600):
+        deep = [deep]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": deep}}}
+    with pytest.raises(DllmError, match="deeply|template failed"):
+        chat_pieces(without_special_tokens(tokenizer), [{"role": "user", "content": "a"}], {"tools": [tool]})

@@ -202,14 +202,15 @@ def chat_pieces(
     """
     if not tokenizer.split_special_tokens:
         return [chat_text(tokenizer, messages, template)]
-    check_messages(messages)
-    special = special_tokens(tokenizer)
+    texts, special = chat_text(tokenizer, messages, template), special_tokens(tokenizer)
     pattern = _any_of(special)
     # A character that nothing holds, behind every one of a special token in a message, tells it from the template's.
-    texts = repr((messages, template))
     mark = next((char for char in map(chr, range(0xE000, 0xF900)) if char not in texts), "\ue000")
     marked = lambda text: re.sub(pattern, lambda match: "".join(char + mark for char in match[0]), text)
-    turns, template = _mapped(marked, [*messages]), _mapped(marked, template or {})
+    try:
+        turns, template = _mapped(marked, [*messages]), _mapped(marked, template or {})
+    except RecursionError:
+        raise DllmError("the conversation has values nested too deeply; flatten them") from None
     pieces = re.split(f"({pattern})(?!{mark})", chat_text(tokenizer, turns, template))
     return [special[piece] if place % 2 else piece.replace(mark, "") for place, piece in enumerate(pieces)]
 
