@@ -139,7 +139,9 @@ class Loop:
 
     Attributes:
         name: what it does, from the scopes within: see `label`.
-        own: the instructions that one turn runs, those of inner loops and of fusions aside.
+        own: the instructions that one turn runs, those of inner loops and of fusions aside; of a conditional those of
+            every branch.
+        spared: names of those in branches that take less than another.
         inner: the loops within.
         sent: its collectives, those within fusions among them.
         trips: turns, where the compiler says them.
@@ -152,6 +154,7 @@ class Loop:
     sent: Sequence[Instruction] = ()
     trips: int | None = None
     counted: int | None = None
+    spared: frozenset[str] = frozenset()
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, "Loop"]]:
         """This and all loops within, each with how deep it lies."""
@@ -160,14 +163,19 @@ class Loop:
             yield from loop.walk(depth + 1)
 
     @property
+    def run(self) -> list[Instruction]:
+        """The instructions that one turn runs if it takes the longest branches."""
+        return [each for each in self.own if each.name not in self.spared]
+
+    @property
     def cycles(self) -> int:
         """Of one turn, inner loops aside."""
-        return sum(each.cycles for each in self.own)
+        return sum(each.cycles for each in self.run)
 
     @property
     def kernels(self) -> int:
         """Instructions of one turn that a device runs, inner loops aside."""
-        return sum(map(is_kernel, self.own))
+        return sum(map(is_kernel, self.run))
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
@@ -194,6 +202,14 @@ def loops(program: Program, label: Callable[[Sequence[Instruction], Instruction 
                 for called in each.called:
                     yield from body(called)
 
+    def spared(own: Sequence[Instruction]) -> Iterator[str]:
+        for each in own:
+            if each.opcode == "conditional":
+                branches = [list(body(name)) for name in each.called]
+                cost = [(sum(one.cycles for one in own), sum(map(sum, _work(program, own)))) for own in branches]
+                longest = cost.index(max(cost))
+                yield from (one.name for place, own in enumerate(branches) if place != longest for one in own)
+
     def within(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         for each in instructions:
             if each.opcode == "fusion":
@@ -210,7 +226,8 @@ def loops(program: Program, label: Callable[[Sequence[Instruction], Instruction 
         own = list(body(name))
         inner = [loop(each.called[0], each) for each in own if each.opcode == "while"]
         trips = at.trips if at else None
-        return Loop(label(own, at), own, inner, sent(own), trips, trips or (_counted(program, at) if at else None))
+        counted = trips or (_counted(program, at) if at else None)
+        return Loop(label(own, at), own, inner, sent(own), trips, counted, frozenset(spared(own)))
 
     return loop(program.entry, None)
 
@@ -219,9 +236,25 @@ def _counted(program: Program, loop: Instruction) -> int | None:
     condition = program.computations[re.findall(r"condition=%?([\w.\-]+)", loop.text)[0]]
     if not any(each.is_root and "direction=LT" in each.text for each in condition):
         return None
-    limits = [re.search(r"[su]32\[\].* constant\((\d+)\)", each.text) for each in condition]
-    found = [int(limit[1]) for limit in limits if limit]
-    return found[0] if len(found) == 1 else None
+    found = [limit for limit in map(_constant, condition) if limit is not None]
+    places = [int(place) for each in condition for place in re.findall(r" index=(\d+)", each.text)]
+    if len(found) != 1:
+        return None
+    return -(-found[0] // (_step(program, loop, places[0]) if len(places) == 1 else 1))
+
+
+def _constant(each: Instruction | None) -> int | None:
+    """The whole number that an instruction is."""
+    value = each and re.search(r"[su]32\[\].* constant\((\d+)\)", each.text)
+    return int(value[1]) if value else None
+
+
+def _step(program: Program, loop: Instruction, place: int) -> int:
+    """What a loop's turn adds to its counter, the state's entry at `place`: 2 where the compiler made two turns one."""
+    (root,) = (each for each in program.computations[loop.called[0]] if each.is_root)
+    new = program.by_name.get(root.operands[place]) if root.opcode == "tuple" else None
+    added = [_constant(program.by_name.get(name)) for name in new.operands] if new and new.opcode == "add" else []
+    return next((step for step in added if step), 1)
 
 
 def moved(program: Program, loop: Loop, counts: Callable[[Shape], bool]) -> tuple[int, int]:
@@ -275,7 +308,11 @@ def work(program: Program, loop: Loop) -> list[tuple[int, int]]:
     A slice, also one within a fusion, reads what it returns; an update in place writes what is new and reads nothing of
     the rest.
     """
-    return [(_bytes(program, each), _flops(program, each)) for each in loop.own if is_kernel(each)]
+    return _work(program, loop.run)
+
+
+def _work(program: Program, instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
+    return [(_bytes(program, each), _flops(program, each)) for each in instructions if is_kernel(each)]
 
 
 def is_kernel(each: Instruction) -> bool:

@@ -81,7 +81,7 @@ def step_figures(chip: predict.Chip, setting: bench.Setting, program: hlo.Progra
     assert setting.run is not None
     devices = setting.mesh.size
     found = predict.turn(program, root, chip, devices)
-    attention = over_turns(root, lambda loop: sum(hlo.attention_flops(program, each) for each in loop.own))
+    attention = over_turns(root, lambda loop: sum(hlo.attention_flops(program, each) for each in loop.run))
     sent = over_turns(root, lambda loop: sum(size for _, size in loop.collectives.values()))
     busy = found["busy"] + found["gaps"] + attention / chip.flops
     model = step_flops(setting.run, setting.config, setting.run.data.length) / chip.flops / devices

@@ -178,6 +178,44 @@ def test_padding_of_a_product_in_turns_is_not_multiplied() -> None:
     assert flops == [2 * (4 * 2 * 3) * 7, 2 * (4 * 3) * (2 * 7)]
 
 
+TURNS = """
+%two_at_once (p: (u32[], f32[8])) -> (u32[], f32[8]) {
+  %p = (u32[], f32[8]{0}) parameter(0)
+  %i = u32[] get-tuple-element(%p), index=0
+  %two = u32[] constant(2)
+  %next = u32[] add(%i, %two)
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %chosen = f32[8]{0} conditional(%i, %x, %x), branch_computations={%skip, %work}
+  ROOT %out = (u32[], f32[8]{0}) tuple(%next, %chosen)
+}
+%skip (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %zeros = f32[8]{0} copy(%a), backend_config={"estimated_cycles":"3"}
+}
+%work (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %long = f32[8]{0} copy(%b), backend_config={"estimated_cycles":"50"}
+}
+%below (q: (u32[], f32[8])) -> pred[] {
+  %q = (u32[], f32[8]{0}) parameter(0)
+  %j = u32[] get-tuple-element(%q), index=0
+  %five = u32[] constant(5)
+  ROOT %less = pred[] compare(%j, %five), direction=LT
+}
+ENTRY %main (s: (u32[], f32[8])) -> (u32[], f32[8]) {
+  %s = (u32[], f32[8]{0}) parameter(0)
+  ROOT %loop = (u32[], f32[8]{0}) while(%s), condition=%below, body=%two_at_once
+}
+"""
+
+
+def test_turns_that_are_two_and_the_longest_branch() -> None:
+    """A counter that goes up by two ends after half of the turns, and of a conditional one branch runs."""
+    (loop,) = hlo.loops(hlo.read(TURNS), bench.label).inner
+    assert loop.counted == 3
+    assert loop.cycles == 50 and {"zeros", "long"} <= {each.name for each in loop.own}
+
+
 def test_flops_of_attention_kernels() -> None:
     """Two products forward, four for keys and values, each of 64 queries, 64 keys and 2 heads of 8."""
     program = hlo.read(PRODUCTS)
@@ -185,7 +223,7 @@ def test_flops_of_attention_kernels() -> None:
     product = 2 * 64 * 64 * 2 * 8
     assert {name: flops for name, flops in found.items() if flops} == {"attended": 2 * product, "of_keys": 4 * product}
     step = hlo.Loop("step", tuple(program.by_name.values()), (), counted=3)
-    of_turn = lambda loop: sum(hlo.attention_flops(program, each) for each in loop.own)
+    of_turn = lambda loop: sum(hlo.attention_flops(program, each) for each in loop.run)
     assert recipes.over_turns(hlo.Loop("program", (), (step,)), of_turn) == 3 * 6 * product
 
 
