@@ -290,8 +290,9 @@ class RefreshedCache(BlockCache):
             only. Default: none, as published; more refreshes are nearer to no cache, and slower.
         prompt_block_length: read the prompt once, in blocks of so many tokens, each of which sees itself and what is
             before it, and never refresh them; its last complete block, and what does not fill one, are read with the
-            canvas. None refreshes the prompt with the rest. Default: none, as models were trained; with it a refresh
-            costs little more than the canvas does, and an engine reads prompts that begin alike once.
+            canvas, so choose it as long as a question. None refreshes the prompt with the rest. Default: none, as
+            models were trained; with it a refresh costs little more than the canvas does, and an engine reads prompts
+            that begin alike once.
     """
 
     refresh_every: int | jax.Array | None = None
@@ -311,7 +312,7 @@ class RefreshedCache(BlockCache):
         return self.prompt_block_length
 
     def kept(self, denoiser: DenoiserLike, first_block: Any) -> Any:
-        """All complete blocks but the last: a prompt's end must see the canvas (measured: docs/serving.md)."""
+        """All complete blocks but the last: a question must be read with the canvas (measured: docs/choose.md)."""
         length: Any = self.prompt_block_length
         return jnp.maximum(first_block // length - 1, 0) * length
 
@@ -333,12 +334,13 @@ class RefreshedCache(BlockCache):
     ) -> tuple[jax.Array, BlockCacheState, jax.Array]:
         if self.prompt_block_length is None:
             return super().rebuild(denoiser, request, state, rows)
-        anew, final = rows & (state.final == 0), self.kept(denoiser, request.first_block)
+        kept = self.kept(denoiser, request.first_block)
+        anew = rows & (state.final < jnp.maximum(kept, denoiser.min_prompt_length))
         hidden, state, _ = super().rebuild(denoiser, request, state, anew)
         after = lambda part, kv: window_forward(denoiser, part, self._after_prompt(denoiser, part), kv)
         found, kv = each_row(rows & ~anew, denoiser.batch_parts, after, request, state.kv, reads=True)
-        state = dataclasses.replace(state, kv=kv, final=jnp.where(rows, final, state.final))
-        return jnp.where((rows & ~anew)[:, None, None], found, hidden), state, anew
+        state = dataclasses.replace(state, kv=kv, final=jnp.where(rows, kept, state.final))
+        return jnp.where((rows & ~anew)[:, None, None], found, hidden), state, anew | (rows & (kept == 0))
 
     def _after_prompt(self, denoiser: DenoiserLike, request: ForwardRequest) -> Window:
         """Everything after what is kept of the prompt."""
