@@ -206,9 +206,9 @@ def loops(program: Program, label: Callable[[Sequence[Instruction], Instruction 
         for each in own:
             if each.opcode == "conditional":
                 branches = [list(body(name)) for name in each.called]
-                cost = [(sum(one.cycles for one in own), sum(map(sum, _work(program, own)))) for own in branches]
-                longest = cost.index(max(cost))
-                yield from (one.name for place, own in enumerate(branches) if place != longest for one in own)
+                cost = lambda branch: (sum(one.cycles for one in branch), sum(map(sum, _work(program, branch))))
+                longest = max(branches, key=cost)
+                yield from (one.name for branch in branches if branch is not longest for one in branch)
 
     def within(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         for each in instructions:

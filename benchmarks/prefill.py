@@ -57,8 +57,8 @@ def engine_of(model: Model, options: argparse.Namespace, **own: Any) -> Engine:
 def together(model: Model, options: argparse.Namespace) -> list[Row]:
     """Requests with a common beginning, by an engine that reads it for each of them and one that reads it once."""
     found = []
-    ways: dict[str, dict[str, Any]] = {"for each request": {}}
-    ways["once"] = {"prefix_cache": 1 << 30, "prefill_chunk": options.chunk}
+    once = {"prefix_cache": 1 << 30, "prefill_chunk": options.chunk}
+    ways: dict[str, dict[str, Any]] = {"for each request": {}, "once": once}
     if options.family == "llada":
         ways = {"in each refresh": {"prompt_block_length": None}, **ways}
     for name, own in ways.items():

@@ -70,15 +70,10 @@ def each_row(
         index = jnp.argmax(pending, axis=1)
         write = None if parts == 1 else pending.any(axis=1)
         take = lambda x: take_rows(x, index)
-        own = jax.tree.map(lambda x: _merged(take(x.reshape(batch, -1, *x.shape[1:]))), kv) if reads else None
-        found, new = run(jax.tree.map(take, request), own)
+        entries = lambda x: take(x.reshape(batch, -1, *x.shape[1:])).reshape(-1, *x.shape[1:])
+        found, new = run(jax.tree.map(take, request), jax.tree.map(entries, kv) if reads else None)
         put = lambda old, new: put_rows(old, new, index, write)
         pending &= jnp.arange(batch // parts) != index[:, None]
         return pending, put(hidden, found), jax.tree.map(put, kv, new)
 
     return lax.while_loop(lambda carry: carry[0].any(), next_row, (rows.reshape(parts, -1), hidden, kv))[1:]
-
-
-def _merged(x: jax.Array) -> jax.Array:
-    """[P, n, ...] -> [P n, ...]."""
-    return x.reshape(-1, *x.shape[2:])

@@ -202,15 +202,22 @@ def chat_pieces(
     """
     if not tokenizer.split_special_tokens:
         return [chat_text(tokenizer, messages, template)]
-    texts, special = chat_text(tokenizer, messages, template), special_tokens(tokenizer)
-    pattern = _any_of(special)
+    check_messages(messages)
+    special = special_tokens(tokenizer)
+    pattern, texts = _any_of(special), set[str]()
+
+    def seen(text: str) -> str:
+        texts.update(text)
+        return text
+
+    try:
+        _mapped(seen, [*messages, template])
+    except RecursionError:
+        raise DllmError("the conversation has values nested too deeply; flatten them") from None
     # A character that nothing holds, behind every one of a special token in a message, tells it from the template's.
     mark = next((char for char in map(chr, range(0xE000, 0xF900)) if char not in texts), "\ue000")
     marked = lambda text: re.sub(pattern, lambda match: "".join(char + mark for char in match[0]), text)
-    try:
-        turns, template = _mapped(marked, [*messages]), _mapped(marked, template or {})
-    except RecursionError:
-        raise DllmError("the conversation has values nested too deeply; flatten them") from None
+    turns, template = _mapped(marked, [*messages]), _mapped(marked, template)
     pieces = re.split(f"({pattern})(?!{mark})", chat_text(tokenizer, turns, template))
     return [special[piece] if place % 2 else piece.replace(mark, "") for place, piece in enumerate(pieces)]
 
@@ -323,8 +330,8 @@ def _render(
             "the tokenizer has no chat template, so its model takes no conversations: write the prompt as it knows it, "
             "without chat; or put a chat_template.jinja into the checkpoint's folder"
         )
-    ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools"} | {"messages"}
     for name in template:
+        ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools"} | {"messages"}
         if name in ours or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise DllmError(f"the model's chat template takes no {name!r:.60}; leave it out")
     try:

@@ -314,7 +314,7 @@ class RefreshedCache(BlockCache):
     def kept(self, denoiser: DenoiserLike, first_block: Any) -> Any:
         """All complete blocks but the last: a question must be read with the canvas (measured: docs/choose.md)."""
         length: Any = self.prompt_block_length
-        return jnp.maximum(first_block // length - 1, 0) * length
+        return (first_block // length - (first_block >= length)) * length
 
     def init(self, denoiser: DenoiserLike, batch: int, length: int) -> BlockCacheState:
         if self.prompt_block_length is not None and block_length_of(denoiser) is not None:

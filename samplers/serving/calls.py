@@ -109,6 +109,8 @@ class PartStream:
 
     def feed(self, text: str, final: bool = False) -> list[Json]:
         """The deltas that a further text makes certain, those of calls at the end."""
+        if not text and not final:
+            return []
         self._text += text
         parts = self._reading.parts(self._text, final)
         found: list[Json] = []

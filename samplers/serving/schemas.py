@@ -84,27 +84,30 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 
 
-class TextPart(BaseModel):
-    """A part of a message; it must be text."""
+class Part(BaseModel):
+    """A part of a body that has no further fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class TextPart(Part):
+    """A part of a message; it must be text."""
+
     type: Literal["text"]
     text: String
     cache_control: Any = None
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Part):
     """A function's name and its arguments, the text of a JSON object."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     name: String
     arguments: String
 
 
-class ToolCall(BaseModel):
+class ToolCall(Part):
     """A call of a tool in a message of the assistant."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["function"] = "function"
     id: String | None = None
     index: int | None = None
@@ -150,57 +153,50 @@ class ChatMessage(BaseModel):
         return found | {name: value for name, value in own.items() if value is not None}
 
 
-class Function(BaseModel):
+class Function(Part):
     """A function that a model may call. Its schema is kept where the call is forced, strict or not."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: String | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A tool; it must be a function."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class FunctionName(Part):
     name: String
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Part):
     """The function that must be called."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["function"]
     function: FunctionName
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(Part):
     """The schema of a response format. Its name has no effect, and it is always kept, strict or not."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     name: String
     schema_: dict[str, Any] = Field(alias="schema")
     description: String | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """The form of an answer, as OpenAI writes it."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class StreamOptions(Part):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 

@@ -116,13 +116,14 @@ def encode_prompt(
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str):
         return _check_ids(model, _encode(model, [prompt], most))
-    talk = prompt if isinstance(prompt, Conversation) else Conversation([])
-    prompt = prompt.messages if isinstance(prompt, Conversation) else prompt
+    template: Mapping[str, Any] | None = None
+    if isinstance(prompt, Conversation):
+        template, prompt = prompt.template, prompt.messages
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, (Sequence, np.ndarray, jax.Array)):
         raise DllmError(f"a prompt is a string, a list of token ids or a list of messages, not {reprlib.repr(prompt)}")
     if any(isinstance(item, Mapping) for item in prompt):
         head: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-        pieces = chat_pieces(model.require_tokenizer(), [*head, *prompt], talk.template)
+        pieces = chat_pieces(model.require_tokenizer(), [*head, *prompt], template)
         return _check_ids(model, _encode(model, pieces, most))
     if len(prompt) > most:
         raise PromptTooLong(len(prompt), most)
