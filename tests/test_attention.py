@@ -4,6 +4,7 @@ results and gradients; where the others stand in programs is in test_dispatch.py
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from dllm_jax.kernels.attention.xla import blocks_in_parts, in_parts
 from dllm_jax.kernels.dispatch import use_kernels
 from dllm_jax.models import kv_cache
 from dllm_jax.parallel.sharding import Layout, make_mesh
+from train.step import REMAT
 
 B, N, K, H, S = 2, 4, 2, 8, 23
 INTERPRETED = functools.partial(tpu.attend, None, interpret=True)
@@ -166,6 +168,22 @@ def test_tpu_kernels_of_lengths_that_no_tile_divides(kind) -> None:
     np.testing.assert_allclose(kernels(*args), plain(*args), atol=2e-6)
     for one, other in zip(gradient(kernels, *args), gradient(plain, *args), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["layers", "matmuls"])
+def test_rematerialisation_keeps_what_tpu_kernels_computed(remat) -> None:
+    """The backward pass computes the rest again, as the operands here."""
+    args, visible = operands(256, 256, head_dim=64), jnp.full((B, 256), 100)
+
+    def again(policy):
+        """Names of what is computed again."""
+        run = jax.checkpoint(lambda *x: INTERPRETED(*map(jnp.sin, x), visible), policy=policy)
+        text = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))))).lower(*args).compile().as_text()
+        return {name for name in re.findall(r'op_name="([^"]*)"', text) if "rematted_computation" in name}
+
+    everything, rest = again(jax.checkpoint_policies.nothing_saveable), again(REMAT[remat])
+    of_kernel = lambda names: [name for name in names if "/result/" in name]
+    assert of_kernel(everything) and not of_kernel(rest) and rest
 
 
 def test_tpu_kernels_on_a_mesh() -> None:

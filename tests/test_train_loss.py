@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from train_toys import DREAM, LLADA
 
 import dllm_jax
@@ -179,6 +180,35 @@ def test_chunks_keep_no_logits_for_the_backward_pass():
     logits = 16 * 32 * 5000 * 4
     assert temporaries(0) > logits
     assert temporaries(8) < logits / 4
+
+
+def test_chunks_add_up_what_is_learned_alone_and_pass_no_head_through_conditionals():
+    """A frozen vocabulary head costs no gradient of its size; autodiff would write the head for each chunk."""
+    config = LLADA.replace(vocab_size=5000, num_layers=1)
+    params = init_params(config, jax.random.key(0), dtype="float32")
+    noised = corrupt(jax.random.key(5), make_batch("sft"), Denoiser(config, {}))
+    size = config.embed_dim * config.vocab_size
+
+    def results(name, learned):
+        """Arrays of the head's size that an operation gives in the gradient of some parameters."""
+        loss = lambda some: diffusion_loss(Denoiser(config, {**params, **some}), noised, chunk=8).loss.value
+        program = jax.make_jaxpr(jax.grad(loss))({key: params[key] for key in learned}).jaxpr
+        found = [each for each in equations(program) if each.primitive.name == name]
+        assert found
+        return sum(out.aval.size == size for each in found for out in each.outvars)
+
+    (head,) = (key for key in params if key.startswith("lm_head"))
+    layer = next(key for key in params if key.startswith("layers"))
+    assert results("scan", [head, layer]) == 1 and results("scan", [layer]) == 0
+    assert results("cond", [head, layer]) == 0
+
+
+def equations(jaxpr):
+    """Those of a program and of all programs within."""
+    for each in jaxpr.eqns:
+        yield each
+        for inner in jaxprs_in_params(each.params):
+            yield from equations(inner)
 
 
 def test_noise():

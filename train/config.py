@@ -152,7 +152,7 @@ class ComputePart:
     Attributes:
         dtype: of the forward and backward pass.
         remat: "none" keeps all activations for the backward pass, "layers" only each layer's input, "matmuls" also the
-            results of matrix products.
+            results of matrix products. All keep what this library's kernel of attention on TPUs computes.
         scan: "on" runs the layers as a loop, which is compiled once instead of once a layer, and for which the weights
             are copied in `dtype` (as they are anyway where all are trained); "auto" does so on TPUs, whose compiler
             takes minutes a layer, and of experts on several GPUs, whose compiler would gather the experts of many

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dllm_jax.config import ModelConfig
+from dllm_jax.kernels.attention import tpu
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
 from dllm_jax.parallel.sharding import (
@@ -33,11 +34,13 @@ from train.trainable import Kernels, Params
 _TABLE = "embed.embedding"
 _DROPOUT = 2**31 - 1  # objectives fold other numbers into the same key
 
+_policies = jax.checkpoint_policies
+_KEEP_ATTENTION = _policies.save_only_these_names(tpu.KEPT)
 REMAT: Mapping[str, RematPolicy | None] = types.MappingProxyType(
     {
         "none": None,
-        "layers": jax.checkpoint_policies.nothing_saveable,
-        "matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "layers": _KEEP_ATTENTION,
+        "matmuls": _policies.save_from_both_policies(_KEEP_ATTENTION, _policies.dots_with_no_batch_dims_saveable),
     }
 )
 

@@ -4,6 +4,7 @@ Modules are Flax NNX, used as plain pytrees (`dllm_jax.models.transformer`). Sha
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -254,14 +255,17 @@ class SelfAttention(nnx.Module):
         x = x if norm is None else norm(x)
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def keys_values(self, x: jax.Array, turn: Turn, layout: LayoutLike | None = None) -> LayerKV:
+    def keys_values(
+        self, x: jax.Array, turn: Turn, layout: LayoutLike | None = None, *, pinned: bool = True
+    ) -> LayerKV:
         # Of products of one array with several kernels CUDA's compiler makes one with all of them side by side, and to
         # have them so it copies the weights in every forward.
         x = apart_on_cuda(x)
-        key = value = in_order(self.k_proj(x), "kv_heads", layout)
+        ordered = functools.partial(in_order, axis="kv_heads", layout=layout, pinned=pinned)
+        key = value = ordered(self.k_proj(x))
         if self.v_proj is not None:
             x, key = apart_on_cuda((x, key))
-            value = in_order(self.v_proj(x), "kv_heads", layout)
+            value = ordered(self.v_proj(x))
         key, value = self.heads(key, self.k_norm), self.heads(value, self.v_norm)
         return LayerKV(rotate(key, turn.cos, turn.sin), value)  # [B, T, K, H] each
 
@@ -275,8 +279,10 @@ class SelfAttention(nnx.Module):
         before: LayerKV | None = None,
         since: jax.Array | None = None,
         causal: bool = False,
+        *,
+        pinned: bool = True,
     ) -> jax.Array:
-        query = self.heads(in_order(self.q_proj(x), "heads", layout), self.q_norm)
+        query = self.heads(in_order(self.q_proj(x), "heads", layout, pinned), self.q_norm)
         query = rotate(query, turn.cos, turn.sin)  # [B, T, N, H]
         if turn.query_scale is not None:
             query = query * turn.query_scale.astype(query.dtype)  # rounded before the product, as published code does
@@ -288,10 +294,12 @@ class SelfAttention(nnx.Module):
         return self.o_proj(out.reshape(*x.shape[:-1], -1), sums(x.dtype))
 
 
-def in_order(x: jax.Array, axis: str, layout: LayoutLike | None) -> jax.Array:
-    """x [B, T, logical axis], on TPU with its axes in memory as they are written: left to itself the compiler wants
-    heads before positions, and to get them so from the product it transposes the kernel in every step of a generation.
-    """
+def in_order(x: jax.Array, axis: str, layout: LayoutLike | None, pinned: bool) -> jax.Array:
+    """x [B, T, logical axis], on TPU, if `pinned`, with its axes in memory as they are written: left to itself the
+    compiler wants heads before positions, and to get them so from the product it transposes the kernel, in every step
+    of a generation. Where a step has more positions than the kernel has rows, that costs less than the other order."""
+    if not pinned:
+        return x
     pin = _in_memory((0, 1, 2), ("batch", None, axis), layout)
     return jax.lax.platform_dependent(x, tpu=pin, default=lambda x: x)
 

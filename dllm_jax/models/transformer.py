@@ -313,17 +313,21 @@ def _run_layer(
     def run(layer: Layer | GemmaLayer, x: jax.Array) -> tuple[jax.Array, tuple[LayerKV, Routing | None]]:
         own_turn, (visible, since) = turn, bounds
         y = layer.attn_norm(x)
-        kv = layer.attn.keys_values(y, own_turn, layout)
+        positions = math.prod(y.shape[:2]) // (1 if layout is None else layout.parts("batch"))  # of a device
+        pinned = buffers is not None or positions < y.shape[2]
+        kv = layer.attn.keys_values(y, own_turn, layout, pinned=pinned)
         if buffers is not None and at is not None:
             kv = LayerKV(*map(Place(at, skip, write).put, buffers, kv))
-        pinned = ["tpu"] if buffers is None else []  # a window's follow the full forward's
-        pinned += [] if asked_for(None) == "tokamax" else ["cuda"]  # tokamax's kernels read positions before heads
-        kv = LayerKV(*(heads_first(part, layout, pinned) for part in kv))
+        platforms = ["tpu"] if buffers is None else []  # a window's follow the full forward's
+        platforms += [] if asked_for(None) == "tokamax" else ["cuda"]  # tokamax's kernels read positions before heads
+        kv = LayerKV(*(heads_first(part, layout, platforms) for part in kv))
         if first is not None:
             x, y, own_turn = jax.tree.map(lambda part: slice_rows(part, first, width), (x, y, own_turn))
             own = lambda bound: bound if bound is None or bound.shape[1] == 1 else slice_rows(bound, first, width)
             visible, since = own(visible), own(since)
-        attended = layer.attn.attend(y, own_turn, kv, visible, layout, before, since, causal and first is None)
+        attended = layer.attn.attend(
+            y, own_turn, kv, visible, layout, before, since, causal and first is None, pinned=pinned
+        )
         x, routing = layer.after_attention(x, attended, layout, decoder, counted)
         return x, (kv, routing)
 

@@ -1,9 +1,10 @@
 """Attention on TPUs whose scores never leave the chip: Pallas kernels, forward and backward.
 
-One kernel each for the result, the gradient of queries and that of keys and values, as in FlashAttention-2
-(arXiv 2307.08691): a tile of queries meets the keys tile by tile, with a running maximum and sum, and the backward pass
-computes the scores again from what the forward pass kept, the logarithm of each query's sum. Tiles that none of its
-queries sees are left out. Scores lie as [keys, queries], so that a number for each query is a row.
+One kernel for the result and one for the gradients, as in FlashAttention-2 (arXiv 2307.08691): a tile of queries meets
+the keys tile by tile, with a running maximum and sum; then a tile of keys meets the queries tile by tile, whose
+gradient stays in the core's memory until the last tile of keys. The scores are computed again from what the forward
+pass kept, the logarithm of each query's sum. Tiles that see nothing of each other are left out. Scores lie as [keys,
+queries], so that a number for each query is a row.
 
 No TPU ran them yet: they compile for one, and their numbers are tested in Pallas' interpreter. So they are used where
 `use_kernels("tpu")` asks for them only.
@@ -13,12 +14,14 @@ Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, 
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as for_tpu
 
@@ -29,14 +32,19 @@ TILE = 256
 
 HEAD_DIMS = (64, 128, 256)
 
-VMEM = 16 * 2**20
-"""Bytes of a core's own memory that a kernel may fill: all that a v4 has, an eighth of a v5e's."""
+KEPT = "attention"
+"""Name of what the forward pass computed, for rematerialisation to keep."""
+
+VMEM = 32 * 2**20
+"""Bytes of a core's own memory that a kernel may fill: more than a v4 has, a quarter of a v5e's."""
 
 
 def refusal(device: jax.Device | None, query: Any, key: Any, value: Any, visible: Any, since: Any = None) -> str | None:
     """Why they cannot attend, None if they can; operands as of `attend` or their shapes."""
     if since is not None:
         return "they know no first key, of a sliding window or of a document"
+    if device is not None and re.search(r"v[234]\b", device.device_kind):
+        return f"they fill more of a core's own memory than a {device.device_kind} has"
     return _refusal(query, key)
 
 
@@ -48,8 +56,8 @@ def refusal_in_blocks(device: jax.Device | None, *operands: Any) -> str | None:
 def _refusal(query: Any, key: Any) -> str | None:
     """Why sizes do not fit.
 
-    A core's own memory has to hold all keys and values of one head, in the backward pass its queries and their
-    gradient, and at the same time those of the next head.
+    A core's own memory has to hold all queries of one head in the backward pass, what comes back to them and, in
+    float32, their gradient, and at the same time those of the next head; forward all keys and values.
     """
     size, width = query.shape[3], jnp.dtype(query.dtype).itemsize
     if query.dtype not in (jnp.float32, jnp.bfloat16):
@@ -57,7 +65,7 @@ def _refusal(query: Any, key: Any) -> str | None:
     if size not in HEAD_DIMS or size * width > 512:
         return f"heads of {size} in {query.dtype} are not of 64, 128 or 256 numbers in 512 bytes"
     longest = max(query.shape[1], key.shape[1])
-    if 4 * -(-longest // TILE) * TILE * max(size, 128) * width > VMEM * 5 // 8:  # rows are filled up to 128 lanes
+    if (4 * width + 8) * -(-longest // TILE) * TILE * max(size, 128) > VMEM * 5 // 8:  # rows are filled up to 128 lanes
         return f"{longest} positions of a head do not fit into a core's memory"
     return None
 
@@ -116,7 +124,8 @@ def _attend(
 def _forward(interpret: bool, *operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     query, key, value, visible = operands
     rows = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)  # [B, N, 1, T]
-    out, sums = _kernel(_result, interpret, [query, visible], [key, value], [query, rows])
+    found = _kernel(_result, interpret, [query, visible], [key, value], [query, rows], [])
+    out, sums = (checkpoint_name(x, KEPT) for x in found)
     return (out, sums), (*operands, out, sums)
 
 
@@ -127,13 +136,13 @@ def _backward(
     gradient, of_sums = gradients
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)[:, :, None]  # [B, N, 1, T]
     mean -= of_sums  # a score changes its query's sum by the key's weight
-    of_queries = [query, visible, gradient, sums, mean]
-    (to_query,) = _kernel(_query_gradient, interpret, of_queries, [key, value], [query])
-    # One for every head of queries, whose sum is that of the head they share.
+    # Of keys and values one for every head of queries, whose sum is that of the head they share.
     each = jax.ShapeDtypeStruct((*query.shape[:2], *key.shape[2:]), jnp.float32)
-    to_heads = _kernel(_key_value_gradient, interpret, [key, value], of_queries, [each, each])
+    whole = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    of_queries = [query, visible, gradient, sums, mean]
+    to_key, to_value, to_query = _kernel(_gradients, interpret, [key, value], of_queries, [each, each], [whole])
     shared = lambda x: x.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
-    return to_query, *(shared(x).astype(key.dtype) for x in to_heads), None
+    return to_query.astype(query.dtype), shared(to_key).astype(key.dtype), shared(to_value).astype(key.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -145,11 +154,13 @@ def _kernel(
     tiled: Sequence[jax.Array],
     whole: Sequence[jax.Array],
     outputs: Sequence[Any],
+    gathered: Sequence[Any],
 ) -> list[jax.Array]:
     """Runs a kernel for every row of the batch, head of queries and tile.
 
     Arrays are [B, heads, length, H], or [B, heads, 1, length] of a number each; the heads of queries share what has
-    fewer. A kernel sees a tile of `tiled`, the first of which has H, and of `outputs`, and all of `whole` by tiles.
+    fewer. A kernel sees a tile of `tiled`, the first of which has H, and of `outputs`, and all of `whole` by tiles. All
+    tiles of a head, one after the other, write into what is `gathered`.
     """
     batch, heads = outputs[0].shape[:2]
     length = outputs[0].shape[2]
@@ -168,16 +179,18 @@ def _kernel(
         functools.partial(body, TILE),
         grid=(batch, heads, length // TILE),
         in_specs=[spec(x, TILE) for x in tiled] + [spec(x, None) for x in whole],
-        out_specs=[spec(x, TILE) for x in outputs],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in outputs],
-        compiler_params=None if interpret else _PARAMS,
+        out_specs=[spec(x, TILE) for x in outputs] + [spec(x, None) for x in gathered],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies) for x in (*outputs, *gathered)],
+        compiler_params=None if interpret else _params("arbitrary" if gathered else "parallel"),
         interpret=interpret,
         name=body.__name__.strip("_"),
     )
     return call(*tiled, *whole)
 
 
-_PARAMS = for_tpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM)
+def _params(order: Literal["parallel", "arbitrary"]) -> for_tpu.CompilerParams:
+    """Rows and heads in any order and on any core, tiles in an order."""
+    return for_tpu.CompilerParams(dimension_semantics=("parallel", "parallel", order), vmem_limit_bytes=VMEM)
 
 
 def _dot(x: jax.Array, y: jax.Array, axis_of_x: int, axis_of_y: int) -> jax.Array:
@@ -219,35 +232,30 @@ def _result(tile: int, *refs: Any) -> None:
     sums_ref[...] = most + jnp.log(total)
 
 
-def _query_gradient(tile: int, *refs: Any) -> None:
-    query_ref, visible_ref, gradient_ref, sums_ref, mean_ref, key_ref, value_ref, to_ref = refs
-    query, visible, gradient = query_ref[...], visible_ref[...], gradient_ref[...]
-    sums, mean = sums_ref[...], mean_ref[...]
-
-    def add(i: jax.Array, total: jax.Array) -> jax.Array:
-        at = pl.ds(pl.multiple_of(i * tile, tile), tile)
-        key = key_ref[at, :]
-        weights = jnp.exp(_scores(key, query, visible, i * tile) - sums)
-        to_scores = weights * (_dot(value_ref[at, :], gradient, 1, 1) - mean)
-        return total + _dot(to_scores.astype(key.dtype), key, 0, 0)
-
-    total = lax.fori_loop(0, _seen(visible, tile), add, jnp.zeros(query.shape, jnp.float32))
-    to_ref[...] = (total / math.sqrt(query.shape[1])).astype(to_ref.dtype)
-
-
-def _key_value_gradient(tile: int, *refs: Any) -> None:
+def _gradients(tile: int, *refs: Any) -> None:
     key_ref, value_ref, query_ref, visible_ref, gradient_ref, sums_ref, mean_ref, *to_refs = refs
+    to_key_ref, to_value_ref, to_query_ref = to_refs
     key, value = key_ref[...], value_ref[...]  # [C, H]
-    first = pl.program_id(2) * key.shape[0]
+    first = pl.program_id(2) * tile
+    scale = 1 / math.sqrt(key.shape[1])
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        to_query_ref[...] = jnp.zeros_like(to_query_ref)
 
     def add(i: jax.Array, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at = pl.ds(pl.multiple_of(i * tile, tile), tile)
-        query, gradient = query_ref[at, :], gradient_ref[at, :]
-        weights = jnp.exp(_scores(key, query, visible_ref[:, at], first) - sums_ref[:, at])  # [C, R]
-        to_scores = weights * (_dot(value, gradient, 1, 1) - mean_ref[:, at])
-        to_key = _dot(to_scores.astype(query.dtype), query, 1, 0)
-        return totals[0] + to_key, totals[1] + _dot(weights.astype(gradient.dtype), gradient, 1, 0)
+        query, gradient, visible = query_ref[at, :], gradient_ref[at, :], visible_ref[:, at]
+
+        def meet() -> tuple[jax.Array, jax.Array]:
+            weights = jnp.exp(_scores(key, query, visible, first) - sums_ref[:, at])  # [C, R]
+            to_scores = weights * (_dot(value, gradient, 1, 1) - mean_ref[:, at])
+            to_scores = (to_scores * scale).astype(query.dtype)
+            to_query_ref[at, :] += _dot(to_scores, key, 0, 0)
+            to_value = _dot(weights.astype(gradient.dtype), gradient, 1, 0)
+            return totals[0] + _dot(to_scores, query, 1, 0), totals[1] + to_value
+
+        return lax.cond(jnp.max(visible) > first, meet, lambda: totals)
 
     none = jnp.zeros(key.shape, jnp.float32)
-    to_key, to_value = lax.fori_loop(0, query_ref.shape[0] // tile, add, (none, none))
-    to_refs[0][...], to_refs[1][...] = to_key / math.sqrt(key.shape[1]), to_value
+    to_key_ref[...], to_value_ref[...] = lax.fori_loop(0, query_ref.shape[0] // tile, add, (none, none))
