@@ -201,5 +201,5 @@ $(PARITY)/.installed: | $(READY)
 $(AOT)/.installed: | $(READY)
 	rm -rf $(AOT)
 	$(PY) -m venv $(AOT)
-	jax=$$($(PY) -c 'import jax; print(jax.__version__)'); $(AOT)/bin/python -m pip install -q -e . $(AOT_PACKAGES)
+	jax=$$($(PY) -c 'import jax; print(jax.__version__)'); $(AOT)/bin/python -m pip install -q -e '.$(if $(GPU),[kernels])' $(AOT_PACKAGES)
 	touch $@

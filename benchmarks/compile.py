@@ -36,6 +36,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from benchmarks import hlo
 from dllm_jax import PUBLISHED, Denoiser, DllmError, Model, ModelConfig, published_config, use_kernels
+from dllm_jax.kernels import tokamax
 from dllm_jax.kernels.dispatch import Name
 from dllm_jax.models.denoiser import Span
 from dllm_jax.parallel.sharding import Layout, ShardingRules, batch_parts, batch_sharding, param_shardings
@@ -511,6 +512,8 @@ def report(
     for name in ("batch", "prompt_length", "gen_length", "block_length"):
         if (number := getattr(options, name)) < 1:
             raise DllmError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
+    if options.implementation == "tokamax" and (why := tokamax.missing()):
+        raise DllmError(f"--implementation tokamax would compile XLA's operations: {why}")
     setting, about = _training(options) if options.what == "train" else _generation(options)
     if options.command_buffers and setting.mesh.devices.flat[0].platform != "gpu":
         raise DllmError(f"--command-buffers is for GPUs, and {options.target} is none; leave it out")

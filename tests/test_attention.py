@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,7 @@ def test_every_implementation_is_the_reference(request, monkeypatch, operation, 
         monkeypatch.setattr(xla, "attend_on_cpu", xla.attend_by_jax)
     kernel = kernel_of(operation, name)
     checks = operation.check(kernel, jax.devices()[0], dtype)
-    expected = len(operation.examples()) - (name == "tpu" and operation is not CAUSAL)  # which has no first key
-    assert len({check.what.split(",")[0] for check in checks}) == expected
+    assert len({check.what.split(",")[0] for check in checks}) == len(operation.examples())
     most = {"float32": 1e-5, "bfloat16": 1e-2}[dtype]
     assert all(check.error < most for check in checks), checks
 
@@ -159,12 +159,18 @@ def test_no_scores_of_all_queries() -> None:
         assert any(shape in text for shape in scores) == wanted
 
 
-@pytest.mark.parametrize("kind", ["lengths", "any"])
-def test_tpu_kernels_of_lengths_that_no_tile_divides(kind) -> None:
-    """Results and gradients."""
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("kind", ["lengths", "any", "windows"])
+def test_tpu_kernels_of_lengths_that_no_tile_divides(monkeypatch, kind, in_parts) -> None:
+    """Results and gradients, also of rows whose queries and keys a core's memory does not hold at once."""
     length, keys = 300, 520
-    visible, args = seen(length, keys)[kind], operands(length, keys, head_dim=64)
-    kernels, plain = (jax.jit(lambda *x, run=run: run(*x, visible)) for run in (INTERPRETED, reference.attend))
+    if in_parts:
+        monkeypatch.setattr(tpu, "VMEM", 2**20)
+        spans = tpu._spans(jnp.zeros((1, 1, 768, 64)))
+        assert spans == [slice(0, 256), slice(256, 512), slice(512, 768)]
+    visible, args = seen(length, keys)["any" if kind == "windows" else kind], operands(length, keys, head_dim=64)
+    bounds = (visible, jnp.maximum(visible - 200, 0)) if kind == "windows" else (visible,)
+    kernels, plain = (jax.jit(lambda *x, run=run: run(*x, *bounds)) for run in (INTERPRETED, reference.attend))
     np.testing.assert_allclose(kernels(*args), plain(*args), atol=2e-6)
     for one, other in zip(gradient(kernels, *args), gradient(plain, *args), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, rtol=1e-5)
@@ -210,16 +216,20 @@ def test_tpu_kernels_within_shard_map_and_vmap() -> None:
         assert "tpu_custom_call" in checked.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_what_fits_a_tpu_core() -> None:
-    """A head's keys and values, filled up to whole tiles."""
+def test_what_tpu_kernels_take() -> None:
+    """Any length, in parts of about the same length that a core's memory holds."""
 
-    def fits(length, head_dim, dtype):
-        shape = jax.ShapeDtypeStruct((1, length, 1, head_dim), dtype)
-        return tpu.refusal(None, shape, shape, shape, None) is None
+    def shape(length, head_dim, dtype):
+        return jax.ShapeDtypeStruct((1, length, 1, head_dim), dtype)
 
-    assert fits(10240, 128, "bfloat16") and not fits(10241, 128, "bfloat16") and fits(5120, 128, "float32")
-    assert fits(1024, 256, "bfloat16") and not fits(1024, 256, "float32") and not fits(1024, 192, "bfloat16")
-    assert not fits(1024, 128, "float16")
+    takes = lambda *sizes: tpu.refusal(None, *[shape(*sizes)] * 3, None) is None
+    assert takes(32768, 128, "bfloat16") and takes(1024, 256, "bfloat16")
+    assert not takes(1024, 256, "float32") and not takes(1024, 192, "bfloat16") and not takes(1024, 128, "float16")
+    lengths = lambda length, dtype: [x.stop - x.start for x in tpu._spans(jnp.zeros((1, 1, length, 128), dtype))]
+    assert lengths(10240, "bfloat16") == [10240] and lengths(32768, "bfloat16") == [8192] * 4
+    assert lengths(10496, "bfloat16") == [5376, 5120] and lengths(5120, "float32") == [5120]
+    v4 = types.SimpleNamespace(device_kind="TPU v4")
+    assert "TPU v4" in tpu.refusal(v4, *[shape(256, 128, "bfloat16")] * 3, None)
 
 
 @pytest.mark.parametrize("name", ["tpu", pytest.param("tokamax", marks=needs_tokamax)])

@@ -81,7 +81,7 @@ H100, A100, L4, T4, B200, AMD = "9.0", "8.0", "8.9", "7.5", "10.0", "gfx942"
         ("cuda", H100, True, "auto", {"per_query": True}, "tokamax"),
         ("cuda", B200, True, "auto", {"window": True}, "tokamax"),
         ("cuda", A100, True, "auto", {"per_query": True}, "xla"),
-        ("cuda", H100, True, "auto", {"length": 100_000}, "cudnn"),  # a TPU's limits are not a GPU's
+        ("cuda", H100, True, "auto", {"length": 100_000}, "cudnn"),
         ("cuda", H100, True, "tokamax", {}, "tokamax"),
         ("cuda", H100, True, "cudnn", {"per_query": True}, "xla"),
         ("cuda", H100, True, "xla", {}, "xla"),
@@ -90,8 +90,9 @@ H100, A100, L4, T4, B200, AMD = "9.0", "8.0", "8.9", "7.5", "10.0", "gfx942"
         ("tpu", None, False, "auto", {}, "xla"),
         ("tpu", None, False, "tpu", {}, "tpu"),
         ("tpu", None, False, "tpu", {"per_query": True, "dtype": "float32"}, "tpu"),
-        ("tpu", None, False, "tpu", {"window": True}, "xla"),
-        ("tpu", None, False, "tpu", {"length": 100_000}, "xla"),
+        ("tpu", None, False, "tpu", {"window": True}, "tpu"),
+        ("tpu", None, False, "tpu", {"length": 100_000}, "tpu"),
+        ("tpu", None, False, "tpu", {"head_dim": 96}, "xla"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:attention cannot")

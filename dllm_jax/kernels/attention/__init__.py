@@ -5,7 +5,7 @@
 | `xla` | everywhere | everything | where nothing else fits |
 | `cudnn` | NVIDIA GPUs from compute capability 8.0 on | one length per row, causal masks, bfloat16 and float16 | yes |
 | `tokamax` | compute capability 9.x and 10.x, where it is installed | bfloat16 and float16 | yes |
-| `tpu` | TPUs | what fits into a core's memory, no first key | no: only the compiler has seen it |
+| `tpu` | TPUs from v5e on | float32 and bfloat16 | no: only the compiler has seen it |
 
 Shape letters: B batch, T queries, S keys, N heads, K heads of keys and values, H head size.
 """
@@ -187,7 +187,7 @@ IN_BLOCKS = Operation(
     blocks_in_parts,
     (
         Kernel("tokamax", "cuda", tokamax.refusal, tokamax.attend_in_blocks),
-        Kernel("tpu", "tpu", tpu.refusal_in_blocks, tpu.attend_in_blocks, automatic=False),
+        Kernel("tpu", "tpu", tpu.refusal, tpu.attend_in_blocks, automatic=False),
     ),
     COST,
     ("query", "key", "value", "key before", "value before", "visible", "since"),
