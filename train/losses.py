@@ -181,7 +181,7 @@ def diffusion_loss(
     """The objective on a noised batch [B, T].
 
     Args:
-        chunk: positions whose logits exist at a time, forward and backward; 0 computes all B T at once.
+        chunk: positions of each group whose logits exist at a time, forward and backward; 0 computes all B T at once.
         groups: with `chunk`, number of equal parts of the batch whose masked positions are gathered apart: the number
             of devices that the batch is split over, so that no position leaves its device.
         remat: what of each layer is kept for the backward pass, see `Transformer.forward`.
@@ -342,7 +342,7 @@ def head_sums(
 ) -> tuple[jax.Array, ...]:
     """Sums over all positions of what needs their logits.
 
-    The masked positions of each group are gathered to the front and taken `chunk` at a time, of all groups together.
+    The masked positions of each group are gathered to the front and taken `chunk` at a time, of all groups at once.
     Chunks without any are not computed, and the logits of each are computed again in the backward pass instead of being
     kept. Every group has the vocabulary head for itself: so it is gathered once, and so its gradient, which would cross
     the wire once for each chunk, is summed over the devices after the last.
@@ -376,7 +376,7 @@ def head_sums(
 
     with jax.named_scope("vocabulary"):  # what profiles show
         if chunk:
-            return _sum_chunks(of_all, wide, own, _chunks(parts, max(1, chunk // groups)))
+            return _sum_chunks(of_all, wide, own, _chunks(parts, chunk))
         return of_all(jax.tree.map(_redirected, wide, own), *parts)
 
 

@@ -26,7 +26,7 @@ class AutoregressivePart:
 
     Attributes:
         kind: "sft" learns the answer, "pretrain" every token but the first.
-        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
     """
 
     kind: Kind = "sft"

@@ -77,7 +77,7 @@ class BlockDiffusionPart:
             published 2.0), which makes a model more confident where it is right: fewer forwards.
         fill: what fills the rest of a row's last block, as sampling decodes whole blocks: "end" tokens that are masked
             and learned, or "mask" tokens that are not. With `data.pad` that is after the canvas.
-        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
         anneal_attention: steps from causal attention to that of blocks, for models that were autoregressive: at step t
             a position sees, besides all before it and itself, the next t / anneal_attention of the rest of its block,
             rounded. See `train.objectives.masked_diffusion`.

@@ -27,7 +27,7 @@ class CompressionPart:
     """The loss of `python -m train compression`.
 
     Attributes:
-        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
     """
 
     chunk: int = setting(0, at_least=0)

@@ -47,7 +47,7 @@ class D2FPart:
         target: "teacher" learns the base model's distribution under full attention, "data" the data's tokens.
         end_padding: mask and learn end tokens after the answer like text, which teaches the student to end early;
             False lays blocks only up to the last token that is none.
-        chunk: masked positions whose logits exist at once.
+        chunk: masked positions of a device whose logits exist at once.
     """
 
     kind: Kind = "sft"

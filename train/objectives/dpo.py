@@ -43,7 +43,7 @@ class DpoPart:
         eps: least mask probability.
         stratified: spread the n t of an answer evenly over (eps, 1) instead of drawing them independently.
         sft: weight of the better answer's loss in masked diffusion, the mean over its tokens of -B.
-        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
     """
 
     beta: float = setting(0.2, at_least=0)

@@ -67,7 +67,7 @@ class GrpoPart:
         scale_rewards: what rewards less the group's mean are divided by: the standard deviation of the "group", or of
             all rewards of an iteration ("batch"), or nothing ("none").
         beta: weight of KL to the model before training, which is kept for it; 0 leaves that out.
-        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
     """
 
     shrink: int = setting(1, at_least=0)

@@ -47,7 +47,7 @@ class IndicatorPart:
     Attributes:
         positive_weight: of positions that may be committed; the others have 1.
         dropout: share of activations that are dropped in training.
-        chunk: positions whose logits exist at a time, of all rows together; 0 computes the logits of all.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
     """
 
     positive_weight: float = setting(1.0, at_least=1e-6)
@@ -332,9 +332,8 @@ class FinalTokens(Objective):
         Of a batch in parts the AUC is the mean over these. Where no score is above, precision and recall are 0.
         """
         settings = self.settings
-        found = gather_evidence(
-            indicator.config, base, noised, canvas=self.canvas, chunk=settings.chunk, sharding=sharding
-        )
+        chunk = settings.chunk * groups
+        found = gather_evidence(indicator.config, base, noised, canvas=self.canvas, chunk=chunk, sharding=sharding)
         found = lax.stop_gradient(found)
         logits = _drop_out_logits(indicator, found, noised.keys, settings.dropout)
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, found.label.astype(jnp.int32))

@@ -51,7 +51,8 @@ class MaskedDiffusionPart:
             uniform, the loss has the same mean and varies less.
         smoothing: largest weight of soft inputs, such as the 0.3 of `samplers.Smoothing`; 0 has none. Every row draws
             its own from U(0, smoothing), and a step takes one forward more, whose predictions have no gradient.
-        chunk: positions whose logits exist at once, for large vocabularies; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once, for large vocabularies; 0 computes the logits of all
+            positions.
         anneal_attention: steps from causal attention to the model's, for models that were autoregressive: at step t a
             position sees, besides all before it and itself, the next t / anneal_attention of what it sees in the end.
             So its view grows from the left. (DiffuLLaMA, arXiv 2410.17891, shows random later positions instead.) Of

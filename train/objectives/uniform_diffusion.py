@@ -48,7 +48,7 @@ class UniformDiffusionPart:
         self_conditioning: share of the rows whose decoder receives what a first pass expected.
         next_token: weight of the encoder's loss.
         prompt: whether the encoder's loss is also of the prompt's tokens.
-        chunk: positions whose logits exist at once; 0 computes the logits of all positions.
+        chunk: positions of a device whose logits exist at once; 0 computes the logits of all positions.
     """
 
     kind: Kind = "sft"
