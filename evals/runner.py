@@ -1,10 +1,7 @@
 """Scoring a model on a task: accuracy and speed of one sampler, whose examples pass through slots of one program."""
 
 import dataclasses
-import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -12,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dllm_jax import Model, __version__
+from dllm_jax import Model
+from dllm_jax.environment import environment
 from dllm_jax.params.quantized import dtype_label
 from dllm_jax.text.tokenizer import token_bytes
 from evals import stderr
@@ -398,17 +396,8 @@ def names_of(spec: SamplerConfig, batches: Batches) -> dict[str, Any]:
 
 def environment_of(model: Model) -> dict[str, Any]:
     """The part of a report that names the model's size, the hardware and the versions."""
-    devices, versions = jax.devices(), {name: version(name) for name in ("jax", "jaxlib", "numpy")}
     return {
         "dtype": dtype_label(model.params),
         "parameters": sum(int(np.prod(value.shape)) for value in model.params.values()),
-        "hardware": {
-            "backend": jax.default_backend(),
-            "device": devices[0].device_kind,
-            "devices": len(devices),
-            "processes": jax.process_count(),
-            "machine": platform.machine(),
-            "cpu_cores": os.cpu_count(),
-        },
-        "versions": {"dllm_jax": __version__, **versions, "python": platform.python_version()},
+        **environment(),
     }

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import jax
 import pytest
 from train_toys import run_config
 
@@ -61,6 +62,8 @@ def test_what_it_holds(page):
     assert row(text, "examples") == ["no end"] * 2 and row(text, "digest of examples") == [data["digest"]] * 2
     assert row(text, "steps done") == ["4 of 4"] * 2 and row(text, "result")[0] == "weights of step 4, raw"
     assert row(text, "states")[0] == f"4 ({last['heldout_loss']:.4g})" and row(text, "best state")[0].startswith("4, ")
+    assert row(text, "started from step") == ["0"] * 2 and f"jax {jax.__version__}, " in row(text, "last with")[1]
+    assert row(text, "last on")[0] == f"{jax.device_count()} x cpu"
     assert row(text, "optimizer.lr") == ["0.01", "0.02"] and row(text, "data.length") == ["12", "12"]
     differs = re.findall(r"<tr class=differs><th>(.*?)</th>", text)
     assert differs == ["optimizer.lr"]

@@ -465,7 +465,7 @@ def test_curves_are_drawn_of_several_runs(tmp_path, capsys):
     for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         assert main(["plot", *runs, "--out", str(tmp_path / f"curves.{suffix}")]) == 0
         assert (tmp_path / f"curves.{suffix}").read_bytes().startswith(start)
-        assert "loss, lr, accuracy of 2 runs" in capsys.readouterr().out
+        assert f"loss, lr, accuracy of {tmp_path / 'one'}, {tmp_path / 'two'}" in capsys.readouterr().out
     assert main(["plot", *runs, "--out", str(tmp_path / "c.svg"), "--metric", "heldout_loss"]) == 0
     drawn = (tmp_path / "c.svg").read_text()
     assert "heldout_loss" in drawn and "<!-- two -->" in drawn and str(tmp_path) not in drawn

@@ -182,11 +182,11 @@ def _write_model(options: argparse.Namespace) -> None:
 
 def _plot(options: argparse.Namespace) -> None:
     drawn = plot_runs(options.folders, options.out, options.metrics)
-    print(f"{options.out}: {', '.join(drawn)} of {len(options.folders)} runs")
+    print(f"{options.out}: {', '.join(drawn)} of {', '.join(options.folders)}")
 
 
 def _report(options: argparse.Namespace) -> None:
-    print(f"{write_report(options.folders, options.out)}: {len(options.folders)} runs")
+    print(f"{write_report(options.folders, options.out)}: {', '.join(options.folders)}")
 
 
 def _merge(options: argparse.Namespace) -> None:

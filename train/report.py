@@ -15,6 +15,7 @@ from train.run_dir import (
     DATA_FILE,
     GENERATIONS_FILE,
     RESULT_FILE,
+    STARTS_FILE,
     STATE_FOLDER,
     WATCH_SECONDS,
     RunFolder,
@@ -85,7 +86,15 @@ def _facts(run: str | Path, log: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "states": "none",
         "peak that mfu is of": next((line["mfu_of"] for line in reversed(log) if "mfu_of" in line), ""),
     }
-    if STATE_FOLDER in buckets.list_names(path):
+    found = buckets.list_names(path)
+    if STARTS_FILE in found:  # a run by an older version has none
+        starts = read_log(run, STARTS_FILE)
+        facts["started from step"] = ", ".join(str(line["step"]) for line in starts)
+        hardware, versions = starts[-1]["hardware"], starts[-1]["versions"]
+        processes = f" in {hardware['processes']} processes" if hardware["processes"] > 1 else ""
+        facts["last on"] = f"{hardware['devices']} x {hardware['device']}{processes}"
+        facts["last with"] = ", ".join(f"{name} {number}" for name, number in versions.items())
+    if STATE_FOLDER in found:
         with RunFolder(config).states(training=False) as states:
             metrics, best = states.metrics, states.best
         score = lambda step: metrics[step].get(config.checkpoint.metric)

@@ -3,6 +3,7 @@
 out/run.json        all settings
 out/metrics.jsonl   one line of metrics every few steps, and one for each evaluation of `watch`
 out/generations.jsonl  the answers of these evaluations
+out/starts.jsonl    a line for each time that the run was started: from which step on, on what, with which versions
 out/state/          the training states that stay (Orbax), see `train.states`
 out/model/          the trained model as a checkpoint of this library, written at the end
 out/adapters/       instead of it, the trained adapters of a LoRA run
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax import buckets
+from dllm_jax.environment import environment
 from dllm_jax.errors import DllmError
 from dllm_jax.parallel import multihost
 from dllm_jax.storage import folder_path, lock, write_error, write_file
@@ -35,7 +37,8 @@ RUN_FILE, METRICS_FILE, STATE_FOLDER, RESULT_FILE = "run.json", "metrics.jsonl",
 DATA_FILE = "data.json"
 MODEL_FOLDER, ADAPTERS_FOLDER, INDICATOR_FOLDER = "model", "adapters", "indicator"
 DROPPED_FILE, GENERATIONS_FILE, WANDB_FILE = "dropped.txt", "generations.jsonl", "wandb-id"
-_LOGS = {METRICS_FILE, GENERATIONS_FILE, WANDB_FILE}  # what a resumed run continues
+STARTS_FILE = "starts.jsonl"
+_LOGS = {METRICS_FILE, GENERATIONS_FILE, STARTS_FILE, WANDB_FILE}  # what a resumed run continues
 DATA = "data"
 """The name of other examples for --allow-change, which otherwise takes settings."""
 WATCH_SECONDS = "watch_seconds"
@@ -218,7 +221,7 @@ class RunFolder:
 
     def resume_logs(self, step: int, data: Mapping[str, Any], *, evaluates: bool = False) -> None:
         """Drops from the logs what was reported after `step`, and a line that was cut off. Then writes what changes
-        from there on into the log, and the settings and the data's fingerprint into their files.
+        from there on into the log, the settings and the data's fingerprint into their files, and that it starts.
 
         Args:
             data: the fingerprint of the present data.
@@ -237,6 +240,9 @@ class RunFolder:
         if self.changes:
             write_file(self.path / RUN_FILE, to_json(self._config) + "\n")
         write_file(self.path / DATA_FILE, json.dumps(data) + "\n")
+        starts = self.logs / STARTS_FILE
+        before = starts.read_text() if starts.is_file() else ""
+        write_file(starts, before + json.dumps({"step": step, **environment()}) + "\n")
 
     def _lines_until(self, name: str, step: int, again: Callable[[Mapping[str, Any]], bool]) -> list[str]:
         """The whole lines of a log up to `step`, without lines about this step that will be written again."""
