@@ -40,7 +40,6 @@ from train.losses import (
     Means,
     annealed_ahead,
     cross_entropies,
-    head_sums,
     position_draws,
     routed_states,
     seen_keys,
@@ -48,6 +47,7 @@ from train.losses import (
 from train.objectives.base import Objective, Passes, check_annealing, check_whole_blocks
 from train.settings import setting
 from train.trainable import Trainable
+from train.vocabulary import head_sums
 
 Noise = Literal["block", "sequence"]
 BlockLoss = Literal["mean", "bound"]

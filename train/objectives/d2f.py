@@ -26,10 +26,11 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser, block_causal
 from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Mean, Means, cross_entropies, head_sums, hidden_states, position_draws, routed_states
+from train.losses import Batch, Mean, Means, cross_entropies, hidden_states, position_draws, routed_states
 from train.objectives.base import Objective, Passes, check_whole_blocks
 from train.settings import setting
 from train.trainable import Trainable
+from train.vocabulary import head_sums
 
 Schedule = Literal["monotone", "random"]
 Target = Literal["teacher", "data"]

@@ -27,10 +27,11 @@ from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, TrainConfig, UnfilledDataPart, check_canvas
-from train.losses import Batch, Documents, Mean, Means, head_sums, hidden_states, position_draws
+from train.losses import Batch, Documents, Mean, Means, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.settings import setting
 from train.trainable import Trainable, WholeModelAndBase, check_frozen
+from train.vocabulary import head_sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,11 +37,12 @@ from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.transformer import RematPolicy
 from samplers.tokens.predictions import logprobs_of, readout
 from train.config import DataPart, Kind, TrainConfig
-from train.losses import Mean, Means, head_sums, hidden_states, position_draws
+from train.losses import Mean, Means, hidden_states, position_draws
 from train.objectives.base import Objective, Passes
 from train.rollout import LossType, Rollout, RolloutPart, Rollouts, ScaleRewards, sampler_for, steps_per_round
 from train.settings import setting
 from train.trainable import Params, Trainable, WholeModelAndBase, check_frozen
+from train.vocabulary import head_sums
 
 _PLAIN = DataPart()
 _NEVER = -1e30  # a score of probability 0; with -inf, p log p and what weight 0 leaves out would be NaN

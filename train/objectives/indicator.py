@@ -30,12 +30,13 @@ from dllm_jax.parallel import multihost
 from samplers.rules.ni import features_of
 from samplers.tokens.predictions import Sampling, given, predict
 from train.config import Kind, TrainConfig
-from train.losses import Batch, Mean, Means, hidden_states, with_head_gathered
+from train.losses import Batch, Mean, Means, hidden_states
 from train.objectives.base import Objective
 from train.run_dir import INDICATOR_FOLDER
 from train.settings import setting
 from train.trainable import Kernels, Params, SamplerInputs, Trainable, Weights, check_frozen, frozen_model, provenance
 from train.trajectory import mergeable_steps
+from train.vocabulary import with_head_gathered
 
 PUBLISHED_THRESHOLD = 0.89
 

@@ -25,7 +25,7 @@ from dllm_jax.config import ModelConfig
 from dllm_jax.errors import DllmError
 from dllm_jax.models.denoiser import Denoiser
 from train.config import TrainConfig
-from train.losses import Batch, Mean, Means, cross_entropies, head_sums
+from train.losses import Batch, Mean, Means, cross_entropies
 from train.objectives.base import Passes, check_annealing, check_whole_blocks
 from train.objectives.block_diffusion import (
     BlockDiffusion,
@@ -37,6 +37,7 @@ from train.objectives.block_diffusion import (
 )
 from train.settings import setting
 from train.trainable import Trainable
+from train.vocabulary import head_sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,9 +32,10 @@ from dllm_jax.models.denoiser import Denoiser
 from dllm_jax.models.kv_cache import KVCache, slice_rows, with_room
 from dllm_jax.models.transformer import RematPolicy
 from train.config import Kind, TrainConfig, UnfilledDataPart
-from train.losses import Batch, Mean, Means, cross_entropies, expected_embeddings, head_sums, position_draws
+from train.losses import Batch, Mean, Means, cross_entropies, expected_embeddings, position_draws
 from train.objectives.base import Objective
 from train.settings import setting
+from train.vocabulary import head_sums
 
 
 @dataclasses.dataclass(frozen=True)
