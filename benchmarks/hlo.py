@@ -402,8 +402,8 @@ def _flops(program: Program, each: Instruction) -> int:
 def attention_flops(program: Program, each: Instruction) -> int:
     """FLOPs of a Pallas kernel of attention, of all pairs of its queries and keys; 0 for all else.
 
-    Forward there are queries, keys, values and one result, whose two products take all pairs; backward either one
-    gradient by three products or two by four. A row is longer than anything else of it.
+    Forward there are queries, keys, values and one result, whose two products take all pairs; backward one gradient by
+    three products, two by four, or all three by five. A row is longer than anything else of it.
     """
     if each.opcode != "custom-call" or not any(name in each.text for name in PALLAS.values()):
         return 0
