@@ -18,6 +18,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = ROOT / "tests" / "goldens"
@@ -87,6 +88,14 @@ def refuses(*names, kind=None):
     sentence = str(caught.value)
     assert "\n" not in sentence
     assert not [name for name in names if name not in sentence], sentence
+
+
+def programs_in(jaxpr):
+    """A program and those in it."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            yield from programs_in(inner)
 
 
 def one_error(capsys):

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal
-from jax.extend.core import jaxprs_in_params
+from conftest import assert_equal, programs_in
 from train_toys import DREAM, LLADA
 
 from dllm_jax import Denoiser, Model
@@ -258,9 +257,8 @@ def test_numbers_and_no_numbers() -> None:
 
 def exponentials(jaxpr) -> int:
     """How many exponentials of a whole vocabulary a program has, those of the programs in it included."""
-    here = [e.outvars[0].aval.shape for e in jaxpr.eqns if e.primitive.name in ("exp", "exp2")]
-    inner = [part for equation in jaxpr.eqns for part in jaxprs_in_params(equation.params)]
-    return sum(shape[-1:] == (V,) for shape in here) + sum(map(exponentials, inner))
+    found = [each for part in programs_in(jaxpr) for each in part.eqns if each.primitive.name in ("exp", "exp2")]
+    return sum(each.outvars[0].aval.shape[-1:] == (V,) for each in found)
 
 
 @pytest.mark.parametrize(("sampling", "count"), [(Sampling(), 1), (Sampling(temperature=0.7), 1), (SUPPRESSED, 2)])

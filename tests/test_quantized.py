@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import one_error, refuses
+from conftest import one_error, programs_in, refuses
 from hypothesis import given, settings
-from jax.extend.core import jaxprs_in_params
 from train_toys import LLADA, run_config
 
 import convert
@@ -215,14 +214,6 @@ def test_rows_of_a_batch_are_what_they_are_alone(cache, bits, dtype) -> None:
         alone = sample_jit(sampler, model.denoiser, prompt[row : row + 1], lengths[row : row + 1])
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
         np.testing.assert_array_equal(alone.decoded_at[0], together.decoded_at[row])
-
-
-def programs_in(jaxpr):
-    """A program and those in it."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for inner in jaxprs_in_params(equation.params):
-            yield from programs_in(inner)
 
 
 @pytest.mark.parametrize("quantize", BITS)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import programs_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.extend.core import jaxprs_in_params
 
 from dllm_jax import Denoiser, make_mesh
 from dllm_jax.models.transformer import Tile
@@ -254,9 +254,8 @@ def test_a_heads_tiles_are_columns_of_its_logits(request, family: str, parts: in
 
 def shapes_in(jaxpr) -> set[tuple[int, ...]]:
     """Shapes of all arrays that a program makes, those of the programs in it included."""
-    shapes = {tuple(getattr(out.aval, "shape", ())) for equation in jaxpr.eqns for out in equation.outvars}
-    inner = [part for equation in jaxpr.eqns for part in jaxprs_in_params(equation.params)]
-    return shapes.union(*map(shapes_in, inner))
+    made = (out for part in programs_in(jaxpr) for equation in part.eqns for out in equation.outvars)
+    return {tuple(getattr(out.aval, "shape", ())) for out in made}
 
 
 DRAWN = Sampling(temperature=0.8, top_p=0.9)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
+from conftest import programs_in
 from train_toys import DREAM, LLADA
 
 import dllm_jax
@@ -193,7 +193,7 @@ def test_chunks_add_up_what_is_learned_alone_and_pass_no_head_through_conditiona
         """Arrays of the head's size that an operation gives in the gradient of some parameters."""
         loss = lambda some: diffusion_loss(Denoiser(config, {**params, **some}), noised, chunk=8).loss.value
         program = jax.make_jaxpr(jax.grad(loss))({key: params[key] for key in learned}).jaxpr
-        found = [each for each in equations(program) if each.primitive.name == name]
+        found = [each for part in programs_in(program) for each in part.eqns if each.primitive.name == name]
         assert found
         return sum(out.aval.size == size for each in found for out in each.outvars)
 
@@ -201,14 +201,6 @@ def test_chunks_add_up_what_is_learned_alone_and_pass_no_head_through_conditiona
     layer = next(key for key in params if key.startswith("layers"))
     assert results("scan", [head, layer]) == 1 and results("scan", [layer]) == 0
     assert results("cond", [head, layer]) == 0
-
-
-def equations(jaxpr):
-    """Those of a program and of all programs within."""
-    for each in jaxpr.eqns:
-        yield each
-        for inner in jaxprs_in_params(each.params):
-            yield from equations(inner)
 
 
 def test_noise():

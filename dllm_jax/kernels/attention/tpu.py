@@ -148,9 +148,7 @@ def _of_keys(place: slice, seen: jax.Array) -> jax.Array:
 def _merge(some: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
     """Results over two sets of keys as one over both, and the sums' logarithm."""
     (out, sums), (other, other_sums) = some, others
-    share = jnp.swapaxes(jax.nn.sigmoid(sums - other_sums), 2, 3)
-    merged = out.astype(jnp.float32) * share + other.astype(jnp.float32) * (1.0 - share)
-    return [merged.astype(out.dtype), jnp.logaddexp(sums, other_sums)]
+    return [merge(out, sums[:, :, 0], other, other_sums[:, :, 0]), jnp.logaddexp(sums, other_sums)]
 
 
 def _backward(
@@ -165,8 +163,7 @@ def _backward(
         """Gradients of some keys and their values, for every head of queries, and of some queries."""
         tiled, mine = [x[:, :, place] for x in (key, value)], query[:, :, some]
         like = lambda x: jax.ShapeDtypeStruct((*query.shape[:2], *x.shape[2:]), jnp.float32)
-        rows = [x[..., some] for x in (_of_keys(place, seen), sums, mean)]
-        whole = [mine, rows[0], gradient[:, :, some], *rows[1:]]
+        whole = [mine, _of_keys(place, seen[..., some]), gradient[:, :, some], sums[..., some], mean[..., some]]
         return _kernel(_gradients, interpret, tiled, whole, list(map(like, tiled)), [like(mine)])
 
     found = [[of(some, place) for place in _spans(key)] for some in _spans(query)]

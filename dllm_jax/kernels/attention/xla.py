@@ -61,8 +61,8 @@ def block_starts(query: jax.Array, block_length: int) -> jax.Array:
 
 
 def merge(own: jax.Array, own_sums: jax.Array, before: jax.Array, sums: jax.Array) -> jax.Array:
-    """Attention to both of two sets of keys, from the results [B, T, N, H] and the logarithms of the sums of
-    exponentials [B, T, N] of each; in the dtype of `before`."""
+    """Attention to both of two sets of keys, from the results [..., H] and the logarithms of the sums of exponentials
+    [...] of each; in the dtype of `before`."""
     share = jax.nn.sigmoid(own_sums - sums)[..., None]
     return (own * share + before.astype(jnp.float32) * (1.0 - share)).astype(before.dtype)
 
